@@ -1,0 +1,47 @@
+"""nblaunch: train on several devices from a Jupyter notebook.
+
+    from nblaunch import notebook_launcher
+
+    run = notebook_launcher(train, num_processes=2)
+
+Importing this package imports no torch: each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "notebook_launcher": "nblaunch.kernel.launcher",
+    "debug_launcher": "nblaunch.kernel.launcher",
+    "last_run": "nblaunch.kernel.launcher",
+    "load_run": "nblaunch.kernel.run",
+    "Run": "nblaunch.kernel.run",
+    "LaunchConfig": "nblaunch.config",
+    "log": "nblaunch.rank.reporter",
+    "progress": "nblaunch.rank.reporter",
+    "NblaunchError": "nblaunch.errors",
+    "ConfigError": "nblaunch.errors",
+    "PayloadError": "nblaunch.errors",
+    "ResultError": "nblaunch.errors",
+    "AgentError": "nblaunch.errors",
+    "RankError": "nblaunch.errors",
+}
+"""Public name to the module that defines it."""
+
+__all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'nblaunch' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

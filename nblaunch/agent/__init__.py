@@ -1,0 +1,1 @@
+"""One per machine: forks the ranks, watches them, writes the run's folder, forwards what they say."""

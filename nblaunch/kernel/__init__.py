@@ -1,0 +1,1 @@
+"""In the notebook kernel: starts agents, asks for launches, and holds what comes home."""

@@ -1,0 +1,1 @@
+"""What a training function imports: devices, `Accelerator` and what it delegates to."""

@@ -1,0 +1,1 @@
+"""What kernel, agent and rank share: the messages, the channel that carries them, the payload."""
