@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 
-class Message(msgspec.Struct, tag=True, array_like=False, omit_defaults=True):
+class Message(msgspec.Struct, tag=True, tag_field="_", omit_defaults=True):
     """The base of all messages."""
 
 
