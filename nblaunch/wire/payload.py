@@ -129,8 +129,9 @@ class TensorPickler(cloudpickle.Pickler):
     def __init__(
         self, stream: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None
     ) -> None:
-        super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
+        # the C pickler looks the table up once, as it is made
         self.dispatch_table = ChainMap({types.CodeType: self._reduce_code}, cloudpickle.Pickler.dispatch_table)
+        super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
         self.files: set[str] = set()
         self._storages: dict[int, Any] = {}
 
