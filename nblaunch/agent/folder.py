@@ -10,20 +10,18 @@ import json
 import os
 import re
 import shutil
-import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from nblaunch.agent.output import LogFile
-from nblaunch.wire.messages import Failure, Launch, Message, Metrics
+from nblaunch.record import LENGTH
+from nblaunch.wire.messages import Failure, Launch, Message
 
-_LENGTH = struct.Struct("<I")
-_metrics_decoder = msgspec.msgpack.Decoder(Metrics)
 
 
 class RunFolder:
@@ -75,13 +73,13 @@ class RunFolder:
 
     def metrics(self, body: bytes) -> None:
         """Append a batch of metrics as it came."""
-        self._metrics_bytes += len(body) + _LENGTH.size
+        self._metrics_bytes += len(body) + LENGTH.size
         if self._metrics_bytes > self._limit // 2:
             self._once("the run's metrics outgrew run_limit; what follows is not kept")
             return
 
         def write() -> None:
-            self._metrics.write(_LENGTH.pack(len(body)) + body)
+            self._metrics.write(LENGTH.pack(len(body)) + body)
             self._metrics.flush()
 
         self._guarded(write)
@@ -140,19 +138,3 @@ def prune(runs: Path, keep: int) -> None:
 
 def _age(path: Path) -> tuple[float, str]:
     return path.stat().st_ctime, path.name
-
-
-def read_metrics(path: Path) -> Iterator[Metrics]:
-    """The batches in a run's `metrics.bin`, oldest first; a torn last one is left out."""
-    try:
-        data = memoryview((path / "metrics.bin").read_bytes())
-    except FileNotFoundError:
-        return
-    start = 0
-    while start + _LENGTH.size <= len(data):
-        (length,) = _LENGTH.unpack_from(data, start)
-        start += _LENGTH.size
-        if start + length > len(data):
-            return
-        yield _metrics_decoder.decode(data[start : start + length])
-        start += length

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from nblaunch.record import tails_of
+
 _TAIL_LINES = 30
 _LONGEST_LINE = 1 << 20
 _BURST = 2000
@@ -25,14 +27,12 @@ class Lines:
         """The whole lines that `data` completes, each with its newline."""
         data = self._rest + data
         end = data.rfind(b"\n") + 1
-        self._rest = data[end:]
+        whole, self._rest = data[:end], data[end:]
         if len(self._rest) > _LONGEST_LINE:
-            end, self._rest = len(data), b""
-            data += b"\n"
-            end = len(data)
+            whole, self._rest = whole + self._rest + b"\n", b""
         if b"\r" in self._rest[:-1]:
             self._rest = self._rest[self._rest.rfind(b"\r", 0, -1) + 1 :]
-        return _overwritten(data[:end])
+        return _overwritten(whole)
 
     def end(self) -> bytes:
         """The last line, if the stream ended without a newline."""
@@ -72,7 +72,7 @@ class LogFile:
 
     def _turn(self) -> None:
         """Go on in a fresh tail; the tail before the last one is dropped."""
-        last, older = _tails(self._path)
+        last, older = tails_of(self._path)
         if self._tail is not self._head:
             self._tail.close()
             self._dropped += older.stat().st_size if older.exists() else 0
@@ -86,22 +86,12 @@ class LogFile:
             if self._tail is not self._head:
                 self._tail.close()
                 self._head.write(_gap(self._dropped))
-                for part in reversed(_tails(self._path)):
+                for part in reversed(tails_of(self._path)):
                     if part.exists():
                         self._head.write(part.read_bytes())
                         part.unlink()
         finally:
             self._head.close()
-
-
-def read_log(path: Path) -> str:
-    """A rank's log as text, also while it is being written."""
-    parts = [path, *reversed(_tails(path))]
-    return b"".join(part.read_bytes() for part in parts if part.exists()).decode("utf-8", "replace")
-
-
-def _tails(path: Path) -> tuple[Path, Path]:
-    return path.with_suffix(".tail"), path.with_suffix(".tail-before")
 
 
 def _gap(dropped: int) -> bytes:
