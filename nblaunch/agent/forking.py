@@ -26,7 +26,7 @@ from nblaunch.wire.messages import Fork, Forked, Import, Warm
 _CUDA_NOT_INITIALIZED = 3
 _RANK_MAIN = "nblaunch.rank.main"
 _FIRST = ["torch", _RANK_MAIN]
-_ENTRIES = {"rank": "begin", "store": "serve_store"}
+_ENTRIES = {"rank": "begin", "store": "serve_store", "census": "take_census"}
 """What a forked process is to be, to the function of the rank's main that makes it so."""
 
 
@@ -70,6 +70,8 @@ class Template:
                 break
         gc.collect()
         gc.freeze()
+        if not warm.dirty:
+            _describe_accelerator(warm)
         self._say(warm)
         while not warm.dirty:
             self._serve()
@@ -167,6 +169,14 @@ class Template:
         self._channel.send(message)
         while self._channel.waiting:
             self._channel.flush()
+
+
+def _describe_accelerator(warm: Warm) -> None:
+    torch = sys.modules["torch"]
+    built_for = torch.accelerator.current_accelerator()
+    if built_for is not None:
+        warm.accelerator = built_for.type
+        warm.fork_safe = built_for.type == "cuda" and torch.version.hip is None
 
 
 def find_dirt() -> str:

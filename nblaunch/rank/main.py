@@ -15,12 +15,12 @@ import time
 
 from nblaunch.config import from_mapping
 from nblaunch.rank import context, ending, failure, surroundings
-from nblaunch.rank.imports import install_hooks
+from nblaunch.rank.imports import install_hooks, installed_modules
 from nblaunch.rank.reporter import Reporter
 from nblaunch.wire import payload
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.lifelines import die_with_parent
-from nblaunch.wire.messages import Begin, Dismiss, Result, State
+from nblaunch.wire.messages import Begin, Census, Dismiss, Imported, Result, State
 
 
 def begin(channel_fd: int, stdout_fd: int, stderr_fd: int, payload_fd: int) -> None:
@@ -44,6 +44,19 @@ def serve_store(listening_fd: int) -> None:
         signal.pause()
 
 
+def take_census(channel_fd: int) -> None:
+    """Tell the agent which accelerators there are; asking may start the driver, hence in a process of its own."""
+    from nblaunch.training import devices
+
+    channel = Channel(socket.socket(fileno=channel_fd))
+    found = devices.visible()
+    backend = devices.backend_for(devices.device_for(0)) if found else "gloo"
+    channel.send(Census(found, backend))
+    while channel.waiting:
+        channel.flush()
+    os._exit(0)
+
+
 def _run(channel_fd: int, stdout_fd: int, stderr_fd: int, payload_fd: int) -> None:
     os.setpgid(0, 0)
     surroundings.connect_streams(stdout_fd, stderr_fd)
@@ -56,8 +69,10 @@ def _run(channel_fd: int, stdout_fd: int, stderr_fd: int, payload_fd: int) -> No
     reporter = Reporter(channel, message.rank, message.launch.run)
     code = 0
     try:
+        before = frozenset(sys.modules)
         value, received = _call(message, reporter, payload_fd)
         reporter.finish()
+        reporter.send(Imported(message.rank, installed_modules(before)))
         _send_result(reporter, message, value, received)
         reporter.send(State(message.rank, "returned", time.time()))
         _await_dismissal(channel)
