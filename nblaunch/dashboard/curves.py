@@ -68,10 +68,8 @@ class Curve:
         for i, value in zip(buckets, values, strict=True):
             sums[i] += value
             counts[i] += 1
-            if value < lows[i]:
-                lows[i] = value
-            if value > highs[i]:
-                highs[i] = value
+            lows[i] = min(lows[i], value)
+            highs[i] = max(highs[i], value)
         if own_line:
             own_sums, own_counts = self._of(rank)
             for i, value in zip(buckets, values, strict=True):
@@ -137,18 +135,18 @@ class Curve:
         self._pad(self.base - first, end - self.base - len(self.counts))
 
     def _pad(self, front: int, back: int) -> None:
+        """Add empty buckets before and after."""
         if not front and not back:
             return
         self.base -= front
-        self.sums = array("d", [0.0]) * front + self.sums + array("d", [0.0]) * back
-        self.counts = array("L", [0]) * front + self.counts + array("L", [0]) * back
-        self.lows = array("d", [_INF]) * front + self.lows + array("d", [_INF]) * back
-        self.highs = array("d", [-_INF]) * front + self.highs + array("d", [-_INF]) * back
-        for rank, (sums, counts) in self.ranks.items():
-            self.ranks[rank] = (
-                array("d", [0.0]) * front + sums + array("d", [0.0]) * back,
-                array("L", [0]) * front + counts + array("L", [0]) * back,
-            )
+        columns = [(self.sums, 0.0), (self.counts, 0), (self.lows, _INF), (self.highs, -_INF)]
+        for sums, counts in self.ranks.values():
+            columns += [(sums, 0.0), (counts, 0)]
+        for column, empty in columns:
+            if front:
+                column[:0] = array(column.typecode, [empty]) * front
+            if back:
+                column.extend([empty] * back)
 
     def _halve(self) -> None:
         """Merge the buckets in pairs."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from nblaunch.dashboard import formats
-from nblaunch.wire.messages import Bar, Device, Display, Failure
+from nblaunch.dashboard import failures, formats
+from nblaunch.wire.messages import Bar, Device, Display
 
 if TYPE_CHECKING:
     from nblaunch.dashboard.state import RankState, RunState
@@ -23,7 +23,7 @@ STUCK_AFTER = 10.0
 """Seconds without a step, bar, or line, after which the line that a rank is in is shown."""
 DATA_WAIT = "data_wait"
 """A metric of this name, from 0 to 1, is the share of a step that a rank spent waiting for data: a column, no chart."""
-COUNTED = frozenset("sample samples img image images example examples token tokens row rows".split())
+COUNTED = frozenset(["sample", "samples", "img", "image", "images", "example", "examples", "token", "tokens", "row", "rows"])
 """A bar with one of these units counts samples: its rate is the rank's throughput."""
 
 _ROLES = {
@@ -112,10 +112,9 @@ def setup(state: RunState) -> str:
     """How the run was set up, as in `2 x cpu · DDP · bf16 · gloo`."""
     names = {device_name(rank.device) for rank in state.ranks.values() if rank.device}
     ranks = state.world_size or len(state.ranks) or state.config.num_processes
-    kind = ", ".join(sorted(names)) or "ranks"
     precision = state.config.mixed_precision
     parts = [
-        f"{ranks} × {kind}" if ranks else "",
+        f"{ranks} × {', '.join(sorted(names))}" if names else f"{ranks} ranks" if ranks else "",
         _STRATEGIES.get(state.config.strategy, ""),
         precision if precision and precision != "no" else "",
         state.backend,
@@ -143,7 +142,11 @@ def pace(state: RunState) -> str:
             return f"{formats.rate((s1 - s0) / (t1 - t0))} steps/s"
     if state.over:
         return ""
-    bars = [bar for rank in state.ranks.values() if (bar := _innermost(rank)) and bar.rate and bar.unit not in COUNTED]
+    bars = [
+        bar
+        for rank in state.ranks.values()
+        if (bar := _innermost(rank)) and bar.rate and bar.unit not in COUNTED
+    ]
     if not bars:
         return ""
     return f"{formats.rate(statistics.median(bar.rate or 0 for bar in bars))} {bars[0].unit or 'it'}/s"
@@ -204,11 +207,14 @@ def _row(state: RunState, rank: RankState, main: str) -> Row:
     silent, still = now - rank.heard, now - rank.moved
     flags, note = "", ""
     if state.cause is not None and state.cause.rank == rank.rank:
-        flags, note = "f", _how(state.cause)
+        flags, note = "f", failures.how(state.cause)
     elif rank.state in ("failed", "stopped"):
-        flags, note = "x", _how(rank.failure) if rank.failure else rank.detail or rank.state
+        flags, note = "x", failures.how(rank.failure) if rank.failure else rank.detail or rank.state
     elif not (rank.over or state.over) and silent > SILENT_AFTER:
-        flags, note = "s", f"no sign for {formats.duration(silent)}" + (f", last in {rank.where}" if rank.where else "")
+        flags, note = (
+            "s",
+            f"no sign for {formats.duration(silent)}" + (f", last in {rank.where}" if rank.where else ""),
+        )
     elif rank.state == "running" and not state.over and still > STUCK_AFTER and rank.where:
         flags, note = "k", f"for {formats.duration(still)} in {rank.where}"
     memory, fraction_used, title = _memory(rank)
@@ -237,19 +243,6 @@ def _place(device: Device | None) -> str:
     return "" if device is None else device.type if device.type == "cpu" else f"{device.type}:{device.index}"
 
 
-def _how(failure: Failure) -> str:
-    if failure.kind == "exception":
-        return f"raised {failure.type.rpartition('.')[2]}"
-    if failure.kind in ("signal", "exit", "memory", "collective"):
-        return {
-            "signal": f"killed by signal {failure.code}",
-            "exit": f"exit code {failure.code}",
-            "memory": "killed for memory",
-            "collective": "collective mismatch",
-        }[failure.kind]
-    return "stopped"
-
-
 def _memory(rank: RankState) -> tuple[str, float, str]:
     """The memory cell's text, how full its meter is, and what a pointer on it reads."""
     sample = rank.sample
@@ -257,7 +250,11 @@ def _memory(rank: RankState) -> tuple[str, float, str]:
         return "", -1, ""
     host = f"process {formats.size(sample.host_memory)}" if sample.host_memory >= 0 else ""
     if sample.memory_used < 0:
-        return (formats.size(sample.host_memory) if host else ""), -1, host and "resident memory of the rank's process"
+        return (
+            (formats.size(sample.host_memory) if host else ""),
+            -1,
+            host and "resident memory of the rank's process",
+        )
     total = sample.memory_total if sample.memory_total > 0 else rank.device.memory if rank.device else 0
     peak = f"peak {formats.size(sample.memory_peak)}" if sample.memory_peak >= 0 else ""
     title = " · ".join(part for part in (peak, host) if part)
@@ -305,7 +302,11 @@ def _bar(bar: Bar, over: bool) -> tuple[int, str, float, str]:
         parts.append(bar.postfix)
     if not over and not bar.closed and bar.rate:
         unit = "" if bar.unit == "it" else f" {bar.unit}"
-        parts.append(f"{formats.rate(bar.rate)}{unit}/s" if bar.rate >= 0.1 else f"{formats.duration(1 / bar.rate)} each")
+        parts.append(
+            f"{formats.rate(bar.rate)}{unit}/s"
+            if bar.rate >= 0.1
+            else f"{formats.duration(1 / bar.rate)} each"
+        )
         if bar.total and bar.n < bar.total:
             parts.append(f"{formats.roughly((bar.total - bar.n) / bar.rate)} left")
     done = fraction(bar)
@@ -342,7 +343,9 @@ def _late(state: RunState) -> dict[int, str]:
     middle = statistics.median_high(bar.n for bar in bars.values())
     total = next(iter(bars.values())).total or 1
     slack = max(2.0, 0.03 * total)
-    return {r: f"{formats.count(middle - bar.n)} {bar.unit}" for r, bar in bars.items() if middle - bar.n > slack}
+    return {
+        r: f"{formats.count(middle - bar.n)} {bar.unit}" for r, bar in bars.items() if middle - bar.n > slack
+    }
 
 
 def _remark(state: RunState, rows: list[Row]) -> str:
@@ -368,7 +371,10 @@ def _remark(state: RunState, rows: list[Row]) -> str:
 def main_metric(state: RunState) -> str:
     """The metric that stands in each rank's row: a loss if there is one, else the first that was logged."""
     names = [name for name in state.metrics if name != DATA_WAIT]
-    for fits in (lambda n: split_role(n)[0] == "loss" and split_role(n)[1] != "val", lambda n: "loss" in n.lower()):
+    for fits in (
+        lambda n: split_role(n)[0] == "loss" and split_role(n)[1] != "val",
+        lambda n: "loss" in n.lower(),
+    ):
         for name in names:
             if fits(name):
                 return name
@@ -408,7 +414,10 @@ def charts(state: RunState) -> list[dict[str, Any]]:
             "step": curve.step,
         })  # fmt: skip
     return [
-        {"title": title if len(series) > 1 else series[0]["metric"], "series": sorted(series, key=lambda s: s["label"] == "val")}
+        {
+            "title": title if len(series) > 1 else series[0]["metric"],
+            "series": sorted(series, key=lambda s: s["label"] == "val"),
+        }
         for title, series in found.items()
     ]
 

@@ -174,7 +174,9 @@ class RunState:
         found.heard = now
         return found
 
-    def _alive(self) -> None:
+    def _alive(self, rank: RankState) -> None:
+        if rank.state == "starting":
+            rank.state = "running"
         if self.status == "starting":
             self.status = "running"
 
@@ -196,7 +198,7 @@ class RunState:
             return  # how it came to its end says more
         rank.state, rank.detail, rank.moved = message.state, message.detail, rank.heard
         if message.state == "running":
-            self._alive()
+            self._alive(rank)
 
     def _output(self, message: Output) -> None:
         rank = self._rank(message.rank)
@@ -205,7 +207,7 @@ class RunState:
 
     def _progress(self, message: Progress) -> None:
         rank = self._rank(message.rank)
-        self._alive()
+        self._alive(rank)
         if [(bar.id, bar.n) for bar in message.bars] != [(bar.id, bar.n) for bar in rank.bars]:
             rank.moved = rank.heard
         rank.bars = message.bars
@@ -218,7 +220,7 @@ class RunState:
 
     def _metrics(self, message: Metrics) -> None:
         rank = self._rank(message.rank)
-        self._alive()
+        self._alive(rank)
         self.thinned += message.thinned
         which = memoryview(message.which).cast("i").tolist()
         if not which:
