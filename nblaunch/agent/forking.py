@@ -7,6 +7,7 @@ copy of itself that imports more and, if it stays clean, takes over for later la
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -14,7 +15,9 @@ import os
 import signal
 import socket
 import sys
+import traceback
 import warnings
+from collections.abc import Iterator
 
 import msgspec
 
@@ -36,16 +39,25 @@ def fork_template(path: list[str]) -> tuple[int, socket.socket]:
     ours, theirs = wire.pair()
     pid = os.fork()
     if pid == 0:
-        try:
+        with _never_returning():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            close_all_but({1, 2, theirs.fileno()})
+            close_all_but({0, 1, 2, theirs.fileno()})
             die_with_parent(agent)
             sys.path.extend(entry for entry in path if entry not in sys.path)
             Template(Channel(theirs), agent, []).start(Import(_FIRST))
-        finally:
-            os._exit(1)
     theirs.close()
     return pid, ours
+
+
+@contextlib.contextmanager
+def _never_returning() -> Iterator[None]:
+    """A forked process ends here, whatever happens; what went wrong goes to the agent's log, or the rank's own."""
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 class Template:
@@ -113,13 +125,11 @@ class Template:
         if intermediate == 0:
             between = os.getpid()
             if os.fork() == 0:
-                try:
+                with _never_returning():
                     await_parent(self._agent, between)
-                    close_all_but({1, 2, fd})
+                    close_all_but({0, 1, 2, fd})
                     die_with_parent(self._agent)
                     Template(Channel(socket.socket(fileno=fd)), self._agent, list(self._modules)).start(wanted)
-                finally:
-                    os._exit(1)
             os._exit(0)
         os.waitpid(intermediate, 0)
         os.close(fd)
@@ -157,13 +167,11 @@ class Template:
 
     def _become(self, fork: Fork, fds: tuple[int, ...], former: int) -> None:
         """From here on this process is a rank, or the process group's store; never returns."""
-        try:
+        with _never_returning():
             await_parent(self._agent, former)
-            close_all_but({1, 2, *fds})
+            close_all_but({0, 1, 2, *fds})
             die_with_parent(self._agent)
             getattr(sys.modules[_RANK_MAIN], _ENTRIES[fork.role])(*fds)
-        finally:
-            os._exit(1)
 
     def _say(self, message: Warm | Forked) -> None:
         self._channel.send(message)
