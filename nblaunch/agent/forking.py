@@ -7,7 +7,6 @@ copy of itself that imports more and, if it stays clean, takes over for later la
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import importlib
@@ -17,7 +16,7 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import msgspec
 
@@ -29,7 +28,7 @@ from nblaunch.wire.messages import Fork, Forked, Import, Warm
 _CUDA_NOT_INITIALIZED = 3
 _RANK_MAIN = "nblaunch.rank.main"
 _FIRST = ["torch", _RANK_MAIN]
-_ENTRIES = {"rank": "begin", "store": "serve_store", "census": "take_census"}
+_ENTRIES = {"rank": "begin", "stores": "keep_stores", "census": "take_census"}
 """What a forked process is to be, to the function of the rank's main that makes it so."""
 
 
@@ -39,21 +38,35 @@ def fork_template(path: list[str]) -> tuple[int, socket.socket]:
     ours, theirs = wire.pair()
     pid = os.fork()
     if pid == 0:
-        with _never_returning():
+
+        def become_first() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             close_all_but({0, 1, 2, theirs.fileno()})
             die_with_parent(agent)
             sys.path.extend(entry for entry in path if entry not in sys.path)
             Template(Channel(theirs), agent, []).start(Import(_FIRST))
+
+        _live(become_first)
     theirs.close()
     return pid, ours
 
 
-@contextlib.contextmanager
-def _never_returning() -> Iterator[None]:
-    """A forked process ends here, whatever happens; what went wrong goes to the agent's log, or the rank's own."""
+class Reborn(BaseException):
+    """A freshly forked process leaves the template's loop to become something else, on a stack of its own."""
+
+    def __init__(self, become: Callable[[], None]) -> None:
+        self.become = become
+
+
+def _live(become: Callable[[], None]) -> None:
+    """Be something until the process ends; what went wrong goes to the agent's log, or the rank's own. Never returns."""
     try:
-        yield
+        while True:
+            try:
+                become()
+                break
+            except Reborn as reborn:
+                become = reborn.become
     except BaseException:
         traceback.print_exc()
     finally:
@@ -125,14 +138,17 @@ class Template:
         if intermediate == 0:
             between = os.getpid()
             if os.fork() == 0:
-                with _never_returning():
-                    await_parent(self._agent, between)
-                    close_all_but({0, 1, 2, fd})
-                    die_with_parent(self._agent)
-                    Template(Channel(socket.socket(fileno=fd)), self._agent, list(self._modules)).start(wanted)
+                raise Reborn(lambda: self._be_copy(wanted, fd, between))
             os._exit(0)
         os.waitpid(intermediate, 0)
         os.close(fd)
+
+    def _be_copy(self, wanted: Import, fd: int, former: int) -> None:
+        self._channel.disown()
+        await_parent(self._agent, former)
+        close_all_but({0, 1, 2, fd})
+        die_with_parent(self._agent)
+        Template(Channel(socket.socket(fileno=fd)), self._agent, list(self._modules)).start(wanted)
 
     def _fork(self, forks: list[tuple[Fork, tuple[int, ...]]]) -> None:
         dirt = find_dirt()
@@ -154,24 +170,25 @@ class Template:
                 for fork, fds in forks:
                     pid = os.fork()
                     if pid == 0:
-                        self._become(fork, fds, between)
+                        raise Reborn(lambda fork=fork, fds=fds: self._be(fork, fds, between))
                     pids.append(pid)
             finally:
-                os.write(write, msgspec.msgpack.encode(pids))
-                os._exit(0)
+                if os.getpid() == between:
+                    os.write(write, msgspec.msgpack.encode(pids))
+                    os._exit(0)
         os.close(write)
         os.waitpid(intermediate, 0)
         pids = msgspec.msgpack.decode(os.read(read, 1 << 16), type=list[int])
         os.close(read)
         return pids + [0] * (len(forks) - len(pids))
 
-    def _become(self, fork: Fork, fds: tuple[int, ...], former: int) -> None:
-        """From here on this process is a rank, or the process group's store; never returns."""
-        with _never_returning():
-            await_parent(self._agent, former)
-            close_all_but({0, 1, 2, *fds})
-            die_with_parent(self._agent)
-            getattr(sys.modules[_RANK_MAIN], _ENTRIES[fork.role])(*fds)
+    def _be(self, fork: Fork, fds: tuple[int, ...], former: int) -> None:
+        """From here on this process is a rank, or what else was asked for; never returns."""
+        self._channel.disown()
+        await_parent(self._agent, former)
+        close_all_but({0, 1, 2, *fds})
+        die_with_parent(self._agent)
+        getattr(sys.modules[_RANK_MAIN], _ENTRIES[fork.role])(*fds)
 
     def _say(self, message: Warm | Forked) -> None:
         self._channel.send(message)

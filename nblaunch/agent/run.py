@@ -57,6 +57,14 @@ class Surroundings(Protocol):
         """Pass a frame on to the kernel as it came."""
         ...
 
+    def open_store(self, run: str, listening: int) -> None:
+        """Have the run's store served on this socket."""
+        ...
+
+    def close_store(self, run: str) -> None:
+        """The run needs its store no more."""
+        ...
+
     def fork(self, requests: list[tuple[Fork, list[int]]], launch: Launch) -> None:
         """Ask a template to fork processes."""
         ...
@@ -84,7 +92,6 @@ class AgentRun:
         self._plan = plan
         self._method = method
         self._attempt = 0
-        self._store_pid = 0
         self._timers: list[Timer] = []
         self._stop_asked = False
         name = self.config.name or "run"
@@ -103,6 +110,8 @@ class AgentRun:
         """
         listening = launching.listen(self.config)
         self._port = listening.getsockname()[1] if listening is not None else self.config.use_port or 29500
+        if listening is not None:
+            self._server.open_store(self.launch.run, listening.detach())
         self._checks = CollectiveCheck(self._plan.ranks)
         self._failures: list[Failure] = []
         self._stopping = ""
@@ -112,8 +121,6 @@ class AgentRun:
             rank: RankProcess(rank, self._loop, self._told, self._wrote) for rank in self._plan.ranks
         }
         requests: list[tuple[Fork, list[int]]] = []
-        if listening is not None:
-            requests.append((Fork(self.launch.run, "store"), [listening.detach()]))
         for local_rank, process in enumerate(self._ranks.values()):
             process.watch(lambda f, p=process: self._on_frame(p, f), lambda p=process: self._on_death(p))
             environment = self._environment(local_rank)
@@ -152,19 +159,17 @@ class AgentRun:
         child.returncode = 0  # the agent waits for it itself
         for fd in fds:
             os.close(fd)
-        self.forked("rank", process.rank, child.pid, "")
+        self.forked(process.rank, child.pid, "")
 
     def template_lost(self) -> None:
         """The process that was to fork this run's ranks has ended; those that were not forked start by exec."""
         for process in self._ranks.values():
             if not process.pid:
-                self.forked("rank", process.rank, 0, "the process to fork it from has ended")
+                self.forked(process.rank, 0, "the process to fork it from has ended")
 
-    def forked(self, role: str, rank: int, pid: int, dirty: str) -> None:
+    def forked(self, rank: int, pid: int, dirty: str) -> None:
         """A process of this run exists, or could not be forked."""
-        if role == "store":
-            self._store_pid = pid
-        elif pid:
+        if pid:
             process = self._ranks[rank]
             process.born(pid)
             if self._stopping:
@@ -305,8 +310,6 @@ class AgentRun:
         for process in self._ranks.values():
             if process.alive:
                 process.signal(signal.SIGKILL)
-        if self._store_pid:
-            os.kill(self._store_pid, signal.SIGKILL)
         for process in self._ranks.values():
             for stream in process.streams:
                 stream.drain()
@@ -318,7 +321,7 @@ class AgentRun:
     @property
     def pids(self) -> list[int]:
         """The processes whose status this run takes itself."""
-        return [*(process.pid for process in self._ranks.values() if process.alive), self._store_pid]
+        return [process.pid for process in self._ranks.values() if process.alive]
 
     def stop_ranks(self, why: str) -> None:
         """SIGINT, SIGTERM, SIGKILL, each wait bounded; a rank that has failed gets time to end by itself."""
@@ -382,10 +385,7 @@ class AgentRun:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
-        if self._store_pid:
-            os.kill(self._store_pid, signal.SIGKILL)
-            os.waitpid(self._store_pid, 0)
-            self._store_pid = 0
+        self._server.close_store(self.launch.run)
         for process in self._ranks.values():
             process.close()
 

@@ -24,12 +24,14 @@ from nblaunch.wire.channel import PROGRESS, Channel, ChannelClosed, Frame
 from nblaunch.wire.lifelines import adopt_grandchildren
 from nblaunch.wire.messages import (
     Census,
+    CloseStore,
     Fork,
     Forked,
     Goodbye,
     Launch,
     Message,
     Notice,
+    OpenStore,
     Output,
     Preload,
     Ready,
@@ -54,6 +56,7 @@ class Server(TemplateOwner):
         self._waiting: list[tuple[Launch, int]] = []
         self._latest: dict[tuple[str, int], Frame] = {}
         self._census: Census | None = None
+        self._stores: Channel | None = None
         self._leaving = False
         adopt_grandchildren()
         self.loop.watch(self._kernel.fileno(), self._read_kernel)
@@ -207,8 +210,8 @@ class Server(TemplateOwner):
         """A process exists, or could not be forked."""
         run = self._runs.get(message.run)
         if run is not None:
-            run.forked(message.role, message.rank, message.pid, message.dirty)
-        elif message.pid and message.role != "census":
+            run.forked(message.rank, message.pid, message.dirty)
+        elif message.pid and message.role == "rank":
             os.kill(message.pid, signal.SIGKILL)
 
     def template_ready(self, warm: Warm) -> None:
@@ -224,8 +227,7 @@ class Server(TemplateOwner):
     def _take_census(self) -> None:
         ours, theirs = wire.pair()
         channel = Channel(ours)
-        nobody = Launch("", {}, {}, "", [], [], 0, {}, "", {}, "")
-        self._templates.fork([(Fork("", "census"), [theirs.detach()])], nobody)
+        self._templates.fork([(Fork("", "census"), [theirs.detach()])], None)
 
         def read() -> None:
             for frame in channel.receive():
@@ -241,6 +243,19 @@ class Server(TemplateOwner):
                 self._serve_waiting()
 
         self.loop.watch(channel.fileno(), read)
+
+    def open_store(self, run: str, listening: int) -> None:
+        """Have the store of a run's process group served, by a process that is forked for the first one."""
+        if self._stores is None or self._stores.receive() or self._stores.closed:
+            ours, theirs = wire.pair()
+            self._stores = Channel(ours)
+            self._templates.fork([(Fork("", "stores"), [theirs.detach()])], None)
+        self._stores.send(OpenStore(run), (listening,))
+
+    def close_store(self, run: str) -> None:
+        """A run is over."""
+        if self._stores is not None:
+            self._stores.send(CloseStore(run))
 
     def template_lost(self) -> None:
         """What that template was asked to fork may not come."""

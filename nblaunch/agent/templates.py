@@ -77,10 +77,10 @@ class Templates:
         """What the base template said once it had torch; None while it imports."""
         return self._base.warm
 
-    def fork(self, requests: list[tuple[Fork, list[int]]], launch: Launch) -> None:
-        """Ask the template that fits `launch` best for processes."""
+    def fork(self, requests: list[tuple[Fork, list[int]]], launch: Launch | None) -> None:
+        """Ask the template that fits `launch` best for processes, or the base one."""
         handle = self._base
-        if self._preloaded is not None and self._preloaded.key == _key(launch):
+        if launch is not None and self._preloaded is not None and self._preloaded.key == _key(launch):
             handle = self._preloaded
         for request, fds in requests:
             handle.ask(request, fds)

@@ -20,7 +20,7 @@ from nblaunch.rank.reporter import Reporter
 from nblaunch.wire import payload
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.lifelines import die_with_parent
-from nblaunch.wire.messages import Begin, Census, Dismiss, Imported, Result, State
+from nblaunch.wire.messages import Begin, Census, CloseStore, Dismiss, Imported, OpenStore, Result, State
 
 
 def begin(channel_fd: int, stdout_fd: int, stderr_fd: int, payload_fd: int) -> None:
@@ -29,19 +29,25 @@ def begin(channel_fd: int, stdout_fd: int, stderr_fd: int, payload_fd: int) -> N
     _run(channel_fd, stdout_fd, stderr_fd, payload_fd)
 
 
-def serve_store(listening_fd: int) -> None:
-    """Be the process group's store, on a loopback socket that the agent bound; never returns."""
+def keep_stores(channel_fd: int) -> None:
+    """Hold the process groups' stores of all runs, on loopback sockets that the agent bound; never returns."""
     import torch.distributed as dist
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    listening = socket.socket(fileno=listening_fd)
-    host, port = listening.getsockname()
-    store = dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-    )
-    while store is not None:
-        signal.pause()
+    channel = Channel(socket.socket(fileno=channel_fd))
+    stores: dict[str, dist.TCPStore] = {}
+    while not channel.closed:
+        for frame in channel.wait():
+            message = frame.open()
+            if isinstance(message, OpenStore):
+                host, port = socket.socket(fileno=os.dup(frame.fds[0])).getsockname()
+                stores[message.run] = dist.TCPStore(
+                    host, port, is_master=True, wait_for_workers=False, master_listen_fd=frame.fds[0]
+                )
+            elif isinstance(message, CloseStore):
+                stores.pop(message.run, None)
+    os._exit(0)
 
 
 def take_census(channel_fd: int) -> None:

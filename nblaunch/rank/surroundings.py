@@ -46,7 +46,7 @@ def connect_streams(stdout_fd: int, stderr_fd: int) -> None:
     sys.stdin = sys.__stdin__ = _NoInput()
     builtins.input = _no_input
     sys.breakpointhook = _no_breakpoint
-    faulthandler.enable(sys.stderr)
+    faulthandler.enable(sys.stderr, all_threads=False)
 
 
 def prepare(message: Begin, config: LaunchConfig) -> None:

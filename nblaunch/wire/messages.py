@@ -9,6 +9,7 @@ seconds since the epoch. Large things (the payload, a rank's result) travel besi
     agent  -> template  Fork, Import                (the agent's preloaded, clean process that ranks are forked from)
     template -> agent   Warm, Forked
     census   -> agent   Census
+    agent  -> stores    OpenStore, CloseStore       (one process that holds the process groups' stores)
     agent  -> rank      Begin, Dismiss
     rank   -> agent     State, Result, Failure, Display, Collective, Imported, Notice, and Metrics and Progress, which
                         the agent forwards unopened
@@ -348,8 +349,20 @@ class Fork(Message):
 
     run: str
     role: str
-    """"rank", "store" (attached: the listening socket) or "census" (attached: a channel)."""
+    """"rank", or, with a channel attached, "stores" or "census"."""
     rank: int = 0
+
+
+class OpenStore(Message):
+    """Serve the store of this run's process group; attached: the listening socket."""
+
+    run: str
+
+
+class CloseStore(Message):
+    """The run is over, or starts again with a store of its own."""
+
+    run: str
 
 
 class Forked(Message):
