@@ -1,6 +1,6 @@
 """The run's folder: what the agent keeps of a run, readable while it grows and after everything is gone.
 
-    launch.yaml  record.json  events.jsonl  metrics.bin  rank-0.log  rank-1.log ...
+launch.yaml  record.json  events.jsonl  metrics.bin  rank-0.log  rank-1.log ...
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from nblaunch.record import LENGTH
 from nblaunch.wire.messages import Failure, Launch, Message
 
 
-
 class RunFolder:
     """Writes a run's files. A disk that refuses cuts the folder short, says so once, and never ends a run."""
 
-    def __init__(self, launch: Launch, name: str, limit: int, ranks: list[int], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, launch: Launch, name: str, limit: int, ranks: list[int], warn: Callable[[str], None]
+    ) -> None:
         self._warn = warn
         self._limit = limit
         self._metrics_bytes = 0

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 
+from nblaunch.agent import policy
 from nblaunch.agent.loop import Loop
 from nblaunch.agent.output import Lines, Teller
 from nblaunch.wire import channel as wire
@@ -18,16 +19,21 @@ _READ = 1 << 18
 _LAST_WORDS = 1 << 24
 """Bytes that are still read from a pipe once its rank is dead."""
 _PIPE_SIZE = 1 << 20
+_LAST_LINES = 15
 
 
 class Stream:
     """One of a rank's two pipes."""
 
-    def __init__(self, name: str, tell: Callable[[list[str], int], None], log: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, name: str, tell: Callable[[list[str], int], None], log: Callable[[bytes], None]
+    ) -> None:
         self.name = name
         self.fd, self.rank_end = os.pipe()
         os.set_blocking(self.fd, False)
-        with contextlib.suppress(OSError):  # a larger pipe is a convenience; unprivileged users have a quota of them
+        with contextlib.suppress(
+            OSError
+        ):  # a larger pipe is a convenience; unprivileged users have a quota of them
             fcntl.fcntl(self.fd, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         self.teller = Teller(tell)
         self._log = log
@@ -76,7 +82,11 @@ class RankProcess:
         ours, self._rank_end = wire.pair()
         self.channel = Channel(ours)
         self.streams = [
-            Stream(name, lambda lines, skipped, name=name: tell(rank, name, lines, skipped), lambda b: log(rank, b))
+            Stream(
+                name,
+                lambda lines, skipped, name=name: tell(rank, name, lines, skipped),
+                lambda b: log(rank, b),
+            )
             for name in ("stdout", "stderr")
         ]
         self.pid = 0
@@ -146,12 +156,12 @@ class RankProcess:
             self._loop.forget(self.channel.fileno())
             self.channel.close()
 
-    def last_lines(self, most: int = 15) -> list[str]:
+    def last_lines(self) -> list[str]:
         """The newest lines that it wrote to stderr, or to stdout if it wrote none there."""
         for stream in reversed(self.streams):
-            stream.teller.flush()
+            stream.teller.flush(at_once=True)
             if stream.teller.tail:
-                return list(stream.teller.tail)[-most:]
+                return policy.crash_lines(list(stream.teller.tail))[-_LAST_LINES:]
         return []
 
     def _read_channel(self) -> None:

@@ -126,7 +126,9 @@ class AgentRun:
             environment = self._environment(local_rank)
             process.say(self._begin(process.rank, local_rank, environment))
             if self._method == "fork":
-                requests.append((Fork(self.launch.run, "rank", process.rank), process.rank_fds(self._payload)))
+                requests.append(
+                    (Fork(self.launch.run, "rank", process.rank), process.rank_fds(self._payload))
+                )
             else:
                 self._exec(process, environment)
         self._server.fork(requests, self.launch)
@@ -153,7 +155,15 @@ class AgentRun:
         fds = process.rank_fds(self._payload)
         start = Path(nblaunch.__file__).parent / "_start.py"
         flags = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
-        command = [sys.executable, *flags, "-P", str(start), "nblaunch.rank.main", str(os.getpid()), *map(str, fds)]
+        command = [
+            sys.executable,
+            *flags,
+            "-P",
+            str(start),
+            "nblaunch.rank.main",
+            str(os.getpid()),
+            *map(str, fds),
+        ]
         own = launching.exec_environment(self.launch, environment, self._plan.threads)
         child = subprocess.Popen(command, env=own, pass_fds=fds, stdin=subprocess.DEVNULL)
         child.returncode = 0  # the agent waits for it itself
@@ -257,10 +267,13 @@ class AgentRun:
         if process.state == "returned":
             if os.WIFSIGNALED(status) and not self._stopping and os.WTERMSIG(status) != signal.SIGKILL:
                 name = policy.signal_name(os.WTERMSIG(status))
-                self._warn(f"rank {process.rank} (pid {pid}) was killed by {name} as it ended; its result is here")
+                self._warn(
+                    f"rank {process.rank} (pid {pid}) was killed by {name} as it ended; its result is here"
+                )
         elif process.failure is None:
             self._failed(process, self._meaning_of(process, status))
-        self._set_state(process, "ended" if process.state == "returned" else process.state, time.time())
+        if process.state == "returned":
+            self._set_state(process, "ended", time.time())
         if not any(other.alive for other in self._ranks.values()):
             self._finish()
 
@@ -428,5 +441,3 @@ def _folded(failures: list[Failure]) -> list[Failure]:
     for failure in failures:
         failure.pickled, failure.output = b"", []
     return failures
-
-

@@ -1,8 +1,8 @@
 """The agent: one per machine, started by the kernel, ends with it.
 
-    kernel == channel ==> Server -- Templates --> ranks (AgentRun)
-                                 ^                  |
-                                 +---- frames ------+
+kernel == channel ==> Server -- Templates --> ranks (AgentRun)
+                             ^                  |
+                             +---- frames ------+
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class Server(TemplateOwner):
                 self._leaving = True
                 self._leave_if_idle()
             case other:
-                self.tell(Notice(f"the agent does not know what to do with {type(other).__name__}", "warning"))
+                self.tell(
+                    Notice(f"the agent does not know what to do with {type(other).__name__}", "warning")
+                )
 
     def _stop(self, stop: Stop) -> None:
         run = self._runs.get(stop.run)
@@ -265,7 +267,9 @@ class Server(TemplateOwner):
     def template_ended(self, warm: Warm | None) -> None:
         """Without the base template nothing can be launched any more."""
         self.template_lost()
-        self._give_up("the process that imports torch ended unexpectedly" if warm is None else "its template ended")
+        self._give_up(
+            "the process that imports torch ended unexpectedly" if warm is None else "its template ended"
+        )
 
     def _give_up(self, reason: str) -> None:
         for launch, payload in self._waiting:

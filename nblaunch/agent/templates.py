@@ -19,7 +19,9 @@ Key = tuple[dict[str, str], list[str], list[float]]
 class Handle:
     """The agent's end of one template."""
 
-    def __init__(self, loop: Loop, channel: Channel, key: Key | None, on: Callable[[Handle, Frame], None]) -> None:
+    def __init__(
+        self, loop: Loop, channel: Channel, key: Key | None, on: Callable[[Handle, Frame], None]
+    ) -> None:
         self.channel = channel
         self.key = key
         """Under which environment, path and state of site-packages it imported; None is the agent's own."""
@@ -184,5 +186,3 @@ def _key(launch: Launch) -> Key:
     paths = sysconfig.get_paths()
     folders = [path for path in {paths["purelib"], paths["platlib"]} if os.path.isdir(path)]
     return launch.environment, launch.path, [os.stat(folder).st_mtime for folder in sorted(folders)]
-
-

@@ -23,7 +23,9 @@ STUCK_AFTER = 10.0
 """Seconds without a step, bar, or line, after which the line that a rank is in is shown."""
 DATA_WAIT = "data_wait"
 """A metric of this name, from 0 to 1, is the share of a step that a rank spent waiting for data: a column, no chart."""
-COUNTED = frozenset(["sample", "samples", "img", "image", "images", "example", "examples", "token", "tokens", "row", "rows"])
+COUNTED = frozenset(
+    ["sample", "samples", "img", "image", "images", "example", "examples", "token", "tokens", "row", "rows"]
+)
 """A bar with one of these units counts samples: its rate is the rank's throughput."""
 
 _ROLES = {

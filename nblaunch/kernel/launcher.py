@@ -134,7 +134,11 @@ def last_run() -> Run:
 
 
 def _launch(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], config: LaunchConfig, block: bool
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    config: LaunchConfig,
+    block: bool,
 ) -> Run:
     global _last
     pickled = payload.dump_call(function, args, kwargs)
@@ -156,7 +160,9 @@ def _launch(
     return run
 
 
-def _message(run: Run, function: Callable[..., Any], pickled: payload.Payload, config: LaunchConfig) -> Launch:
+def _message(
+    run: Run, function: Callable[..., Any], pickled: payload.Payload, config: LaunchConfig
+) -> Launch:
     environment = dict(os.environ)
     root = logging.getLogger()
     cwd = os.getcwd()
@@ -227,7 +233,9 @@ def _port(text: str) -> int:
 
 def _checked_args(args: Any) -> tuple[Any, ...]:
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
-        raise ConfigError(f"args is a {type(args).__name__}, expected a tuple of arguments; for one, write args=(x,)")
+        raise ConfigError(
+            f"args is a {type(args).__name__}, expected a tuple of arguments; for one, write args=(x,)"
+        )
     return tuple(args)
 
 
@@ -252,7 +260,9 @@ def _not_in_a_rank() -> None:
         raise ConfigError("notebook_launcher was called inside a rank; launch from the notebook")
 
 
-def _tell_size(nbytes: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _tell_size(
+    nbytes: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     from nblaunch.wire.culprit import largest_parts
 
     parts = ", ".join(f"{path} {size / 1e6:,.0f} MB" for path, size in largest_parts(function, args, kwargs))

@@ -1,8 +1,8 @@
 """A rank from its start to its exit.
 
-    forked, or started by exec
-      -> Begin from the agent -> surroundings -> payload -> the user's function -> Result or Failure
-      -> Dismiss, once all ranks have returned -> exit handlers, threads, process group, output -> exit
+forked, or started by exec
+  -> Begin from the agent -> surroundings -> payload -> the user's function -> Result or Failure
+  -> Dismiss, once all ranks have returned -> exit handlers, threads, process group, output -> exit
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
         current.reporter.log({**values, **metrics} if values else metrics, step)
 
 
-def progress(iterable: Iterable[T], *, desc: str = "", total: float | None = None, unit: str = "it") -> Iterator[T]:
+def progress(
+    iterable: Iterable[T], *, desc: str = "", total: float | None = None, unit: str = "it"
+) -> Iterator[T]:
     """Iterate, and show this rank's bar on the dashboard. Outside a launch it only iterates.
 
     Args:
@@ -76,7 +78,13 @@ class RunningBar:
     """A bar that is being counted up; the reporter looks at it a few times a second."""
 
     def __init__(self, number: int, description: str, total: float | None, unit: str, depth: int) -> None:
-        self.number, self.description, self.total, self.unit, self.depth = number, description, total, unit, depth
+        self.number, self.description, self.total, self.unit, self.depth = (
+            number,
+            description,
+            total,
+            unit,
+            depth,
+        )
         self.n: float = 0
         self.postfix = ""
         self.closed = False
@@ -93,7 +101,15 @@ class RunningBar:
         then, before = self._marks[0]
         rate = (self.n - before) / (now - then) if now > then and self.n > before else None
         return Bar(
-            self.number, self.description, self.n, self.total, rate, self.unit, self.depth, self.closed, self.postfix
+            self.number,
+            self.description,
+            self.n,
+            self.total,
+            rate,
+            self.unit,
+            self.depth,
+            self.closed,
+            self.postfix,
         )
 
 
@@ -137,7 +153,9 @@ class Reporter:
         captured = [name for name, number in numbers.items() if number is None]
         if captured and not self._said_captured:
             self._said_captured = True
-            text = f"log() of {', '.join(captured)} inside a CUDA graph capture has no value yet and is skipped"
+            text = (
+                f"log() of {', '.join(captured)} inside a CUDA graph capture has no value yet and is skipped"
+            )
             self.send(Notice(text, "warning", self.rank, self._run))
         return {name: number for name, number in numbers.items() if number is not None}
 
@@ -271,7 +289,7 @@ class Reporter:
             self._tokens -= count
             return rows, 0
         every = math.ceil(count / max(self._tokens, 1.0))
-        kept = rows[:: -every][::-1]
+        kept = rows[::-every][::-1]
         kept_count = sum(len(row[2]) for row in kept)
         self._tokens = max(0.0, self._tokens - kept_count)
         return kept, count - kept_count
@@ -301,5 +319,3 @@ def _ready(value: Any) -> bool:
 
 def _read(value: Any) -> float:
     return float(value) if isinstance(value, float | int) else value.value()
-
-
