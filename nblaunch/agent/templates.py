@@ -29,14 +29,29 @@ class Handle:
         self.wanted: list[str] = []
         self._loop = loop
         self._on = on
+        self._unanswered = 0
+        self._retired = False
         self.lost: Callable[[Handle], None] = lambda handle: None
         loop.watch(channel.fileno(), self._read)
 
     def ask(self, message: Fork | Import, fds: list[int]) -> None:
         """Send a request with its descriptors."""
+        self._unanswered += isinstance(message, Fork)
         self.channel.send(message, fds)
         if self.channel.waiting:
             self._loop.want_write(self.channel.fileno(), self._write)
+
+    def answered(self) -> None:
+        """It has said what became of one process that it was asked for."""
+        self._unanswered -= 1
+        if self._retired:
+            self.retire()
+
+    def retire(self) -> None:
+        """Another has taken its place: let it go once nothing is expected of it any more."""
+        self._retired = True
+        if not self._unanswered:
+            self.close()
 
     def close(self) -> None:
         """Let it go: it ends when its channel closes."""
@@ -51,7 +66,9 @@ class Handle:
             frames, self.channel.closed = [], True
         for frame in frames:
             self._on(self, frame)
-        if self.channel.closed and self.channel.fileno() >= 0:
+        if self.channel.fileno() < 0:
+            return
+        if self.channel.closed:
             self.close()
             self.lost(self)
 
@@ -124,6 +141,7 @@ class Templates:
             self._on_warm(handle, message)
         elif isinstance(message, Forked):
             self._owner.forked(message)
+            handle.answered()
 
     def _on_warm(self, handle: Handle, warm: Warm) -> None:
         self._rejected.update(name.split(".")[0] for name in warm.rejected)
@@ -136,11 +154,11 @@ class Templates:
             handle.close()
             self._again(handle)
         elif handle.key is None:
-            self._base.close()
+            self._base.retire()
             self._base = handle
         else:
             if self._preloaded is not None:
-                self._preloaded.close()
+                self._preloaded.retire()
             self._preloaded = handle
 
     def _again(self, handle: Handle) -> None:
