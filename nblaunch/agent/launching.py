@@ -125,7 +125,7 @@ def listen(config: LaunchConfig) -> socket.socket | None:
 
 
 def rank_environment(
-    launch: Launch, config: LaunchConfig, plan: Plan, local_rank: int, port: int, attempt: int
+    launch: Launch, config: LaunchConfig, plan: Plan, local_rank: int, *, port: int, attempt: int
 ) -> dict[str, str]:
     """The variables of one rank, as torch, torchelastic, Accelerate and Fabric read them."""
     count = len(plan.ranks)

@@ -7,13 +7,15 @@ whoever receives them; METRICS and PROGRESS bodies are forwarded as they came.
 from __future__ import annotations
 
 import array
+import functools
+import operator
 import os
 import select
 import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,7 +32,7 @@ _READ = 1 << 18
 _encoder = msgspec.msgpack.Encoder()
 _kinds = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)]
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    Union[tuple(kind for kind in _kinds if kind is not Message)]
+    functools.reduce(operator.or_, (kind for kind in _kinds if kind is not Message))
 )
 
 _LANES: dict[type[Message], int] = {messages.Metrics: METRICS, messages.Progress: PROGRESS}
@@ -99,10 +101,7 @@ class Channel:
         while self._out:
             data, fds = self._out[0]
             try:
-                if fds:
-                    sent = self._socket.sendmsg([data], [_rights(fds)])
-                else:
-                    sent = self._socket.send(data)
+                sent = self._socket.sendmsg([data], [_rights(fds)]) if fds else self._socket.send(data)
             except BlockingIOError:
                 return
             except OSError:
@@ -161,7 +160,7 @@ class Channel:
         self._socket.close()
 
     def disown(self) -> None:
-        """This is a forked copy: leave the descriptor to whoever closes it, so that no finalizer closes its successor."""
+        """This is a forked copy: leave the descriptor to whoever closes it; no finalizer may close its successor."""
         self._socket.detach()
 
     def _split(self) -> list[Frame]:
