@@ -181,9 +181,11 @@ class CallPickler(TensorPickler):
         """The namespace of the notebook's functions is that of the rank's fresh `__main__`; its shell is the rank's."""
         if obj is self._main_globals:
             return ("main",)
-        if self._shell is not None and (obj is self._shell or getattr(obj, "__self__", None) is self._shell):
-            return ("shell", "" if obj is self._shell else obj.__name__)
-        return None
+        if self._shell is None:
+            return None
+        if obj is self._shell:
+            return ("shell", "")
+        return ("shell", obj.__name__) if isinstance(obj, types.MethodType) and obj.__self__ is self._shell else None
 
     def reducer_override(self, obj: Any) -> Any:
         """Give functions and classes that go by value a number."""
@@ -373,5 +375,6 @@ def _files_defining(classes: set[str]) -> set[str]:
     for name, entry in list(linecache.cache.items()):
         if len(entry) == 4 and entry[1] is None and not os.path.exists(name):
             text = "".join(entry[2])
-            found.update({kind: name for kind in classes if re.search(rf"^\s*class {kind}\b", text, re.MULTILINE)})
+            defined = set(re.findall(r"^[ \t]*class[ \t]+(\w+)", text, re.MULTILINE))
+            found.update(dict.fromkeys(classes & defined, name))
     return set(found.values())
