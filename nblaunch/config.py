@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -106,13 +107,15 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def _check_types(self) -> None:
         """What is made in Python is checked as strictly as what is read from a file."""
-        for field in msgspec.structs.fields(LaunchConfig):
-            value = getattr(self, field.name)
+        for name, kind in _field_types().items():
+            value = getattr(self, name)
             try:
-                msgspec.convert(value, field.type)
+                msgspec.convert(value, kind)
                 msgspec.to_builtins(value)
             except (msgspec.ValidationError, TypeError) as error:
-                raise ConfigError(f"{field.name}={value!r} has the wrong type: {error}") from None
+                raise ConfigError(f"{name}={value!r} has the wrong type: {error}") from None
+        if isinstance(self.devices, tuple):
+            msgspec.structs.force_setattr(self, "devices", list(self.devices))
 
     @property
     def run_limit_bytes(self) -> int:
@@ -164,6 +167,11 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not isinstance(data, dict):
             raise ConfigError(f"{path} holds {type(data).__name__}, expected a mapping of launch options")
         return from_mapping(data)
+
+
+@functools.cache
+def _field_types() -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(LaunchConfig)}
 
 
 def from_mapping(data: Mapping[str, Any]) -> LaunchConfig:
