@@ -32,6 +32,7 @@ class RunFolder:
     def __init__(self, launch: Launch, name: str, limit: int, ranks: list[int], warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._said: set[str] = set()
+        self._closed = False
         self._quarter = limit // 4
         self._shown_bytes = 0
         self._open(Path(launch.folder), name, limit // (2 * max(1, len(ranks))), ranks)
@@ -95,13 +96,18 @@ class RunFolder:
         self._guarded(lambda: self._logs[rank].write(lines))
 
     def close(self) -> None:
-        """End all files; the folder is as it will stay."""
+        """End all files; the folder is as it will stay, whatever is still said of the run."""
+        if self._closed:
+            return
         for log in self._logs.values():
             self._guarded(log.close)
+        self._closed = True
         self._metrics.close()
         self._events.close()
 
     def _guarded(self, write: Callable[[], Any]) -> None:
+        if self._closed:
+            return
         try:
             write()
         except OSError as error:

@@ -120,6 +120,7 @@ class Teller:
 
     def add(self, lines: bytes) -> None:
         """Take whole lines; of what can't be passed on any more only the newest are kept."""
+        self._refill()
         count = lines.count(b"\n")
         room = int(self._tokens) + _KEPT
         if count > room:
@@ -137,9 +138,7 @@ class Teller:
         Args:
             at_once: There will be no more: do not wait for the next time that a flood is told of.
         """
-        now = time.monotonic()
-        self._tokens = min(_BURST, self._tokens + (now - self._refilled) * _LINES_A_SECOND)
-        self._refilled = now
+        now = self._refill()
         if not self._pending:
             return True
         flood = self._skipped > 0 or len(self._pending) > self._tokens
@@ -157,3 +156,10 @@ class Teller:
         self._pending.clear()
         self._skipped = 0
         return True
+
+    def _refill(self) -> float:
+        """Allow what the time since the last look has earned; returns the time."""
+        now = time.monotonic()
+        self._tokens = min(_BURST, self._tokens + (now - self._refilled) * _LINES_A_SECOND)
+        self._refilled = now
+        return now
