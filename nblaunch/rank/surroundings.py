@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from nblaunch.config import LaunchConfig
-from nblaunch.rank import cells, context
+from nblaunch.rank import cells, context, display
 from nblaunch.wire.lifelines import die_with_parent
 from nblaunch.wire.messages import Begin, Launch
 
@@ -70,6 +70,8 @@ def fresh_main(sources: Mapping[str, str], payload_fd: int) -> types.ModuleType:
     main = types.ModuleType("__main__", "The notebook's names, as far as the function uses them.")
     main.__file__ = cells.__file__
     main.__builtins__ = builtins  # pyright: ignore[reportAttributeAccessIssue]
+    # for the cells alone: libraries that look for it among the builtins find none, as in any plain process
+    main.get_ipython = display.get_ipython  # pyright: ignore[reportAttributeAccessIssue]
     sys.modules["__main__"] = main
     os.environ[cells.PAYLOAD] = f"/proc/{os.getpid()}/fd/{payload_fd}"
     for name, text in sources.items():

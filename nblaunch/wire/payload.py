@@ -9,7 +9,6 @@ by that number, so that the notebook gets its own class back and neither it nor 
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import io
 import linecache
@@ -236,7 +235,7 @@ class _CallUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         if pid[0] == "main":
             return vars(self._main)
-        get_shell: Any = vars(builtins).get("get_ipython")  # what stands for the notebook's shell in a rank
+        get_shell: Any = vars(self._main).get("get_ipython")  # what stands for the notebook's shell in a rank
         return get_shell if pid[1] == "get_ipython" else get_shell() if not pid[1] else getattr(get_shell(), pid[1])
 
     def find_class(self, module: str, name: str, /) -> Any:
