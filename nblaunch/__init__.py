@@ -32,7 +32,7 @@ _HOME = {
 }
 """Public name to the module that defines it."""
 
-__all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [*_HOME, "__version__"]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

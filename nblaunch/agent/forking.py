@@ -61,7 +61,7 @@ class Reborn(BaseException):
 
 
 def _live(become: Callable[[], None]) -> None:
-    """Be something until the process ends; what went wrong goes to the agent's log, or the rank's own. Never returns."""
+    """Be something until the process ends; what went wrong goes to the agent's log or the rank's. Never returns."""
     try:
         while True:
             try:

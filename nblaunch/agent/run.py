@@ -140,7 +140,9 @@ class AgentRun:
         )
 
     def _environment(self, local_rank: int) -> dict[str, str]:
-        return launching.rank_environment(self.launch, self.config, self._plan, local_rank, self._port, self._attempt)
+        return launching.rank_environment(
+            self.launch, self.config, self._plan, local_rank, port=self._port, attempt=self._attempt
+        )
 
     def _exec(self, process: RankProcess, environment: dict[str, str]) -> None:
         """Start a rank in a fresh interpreter."""

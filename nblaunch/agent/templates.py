@@ -1,4 +1,4 @@
-"""The agent's templates: the base one with torch, and one with what earlier ranks imported, for launches like theirs."""
+"""The agent's templates: the base one with torch, and one with what earlier ranks imported."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
 _last: Run | None = None
 
 
-def notebook_launcher(
+def notebook_launcher(  # noqa: PLR0917 (Accelerate's order)
     function: Callable[..., Any],
     args: Sequence[Any] = (),
     num_processes: int | None = _UNSET,

@@ -398,7 +398,7 @@ def _uninterrupted(call: Callable[[], None]) -> None:
 
 
 def _is_the_cell(task: asyncio.Task[Any] | None) -> bool:
-    """Whether this task is IPython's own, which runs the cell: then it was interrupted, not cancelled by the user's code."""
+    """Whether this task is IPython's own, which runs the cell: then it was interrupted, not cancelled by code."""
     coroutine = task.get_coro() if task is not None else None
     return getattr(coroutine, "__qualname__", "").endswith("run_cell_async")
 

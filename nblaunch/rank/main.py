@@ -32,18 +32,18 @@ def begin(channel_fd: int, stdout_fd: int, stderr_fd: int, payload_fd: int) -> N
 
 def keep_stores(channel_fd: int) -> None:
     """Hold the process groups' stores of all runs, on loopback sockets that the agent bound; never returns."""
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     channel = Channel(socket.socket(fileno=channel_fd))
-    stores: dict[str, dist.TCPStore] = {}
+    stores: dict[str, TCPStore] = {}
     while not channel.closed:
         for frame in channel.wait():
             message = frame.open()
             if isinstance(message, OpenStore):
                 host, port = socket.socket(fileno=os.dup(frame.fds[0])).getsockname()
-                stores[message.run] = dist.TCPStore(
+                stores[message.run] = TCPStore(
                     host, port, is_master=True, wait_for_workers=False, master_listen_fd=frame.fds[0]
                 )
             elif isinstance(message, CloseStore):

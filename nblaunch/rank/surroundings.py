@@ -1,4 +1,4 @@
-"""Makes a rank's process look like the notebook as it is now: variables, folders, `__main__`, streams, threads, seeds."""
+"""Makes a rank's process look like the notebook now: variables, folders, `__main__`, streams, threads, seeds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def connect_streams(stdout_fd: int, stderr_fd: int) -> None:
     libc = ctypes.CDLL(None)
     libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _LINE_BUFFERED, ctypes.c_size_t(0))
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        stream = open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        stream = os.fdopen(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.stdin = sys.__stdin__ = _NoInput()

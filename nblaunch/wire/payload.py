@@ -3,8 +3,8 @@
 The file (a sealed memfd where there is one) holds a header, the pickle, and the buffers, each on a page of its own. A
 rank maps it privately: what it changes in a tensor is its own, what it only reads is shared with the other ranks.
 
-Functions and classes that go by value (those of a notebook's cells) carry a number. What a rank sends home names them by
-that number, so that the notebook gets its own class back and neither it nor its globals change (DESIGN.md, rule 4).
+Functions and classes that go by value (those of a notebook's cells) carry a number. What a rank sends home names them
+by that number, so that the notebook gets its own class back and neither it nor its globals change (DESIGN.md, rule 4).
 """
 
 from __future__ import annotations
@@ -129,14 +129,15 @@ class TensorPickler(cloudpickle.Pickler):
 
     def __init__(self, stream: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> None:
         # the C pickler looks the table up once, as it is made
-        self.dispatch_table = ChainMap({types.CodeType: self._reduce_code}, cloudpickle.Pickler.dispatch_table)
+        inherited: Any = cloudpickle.Pickler.dispatch_table
+        self.dispatch_table = ChainMap({types.CodeType: self._reduce_code}, inherited)
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
         self.files: set[str] = set()
         self._storages: dict[int, Any] = {}
 
     def _reduce_code(self, code: types.CodeType) -> tuple[Any, ...]:
         self.files.add(code.co_filename)
-        make, args = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+        make, args, *_ = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
         return make, tuple(code.co_filename if arg == "<dynamic-code>" else arg for arg in args)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -179,9 +180,11 @@ class CallPickler(TensorPickler):
         """The namespace of the notebook's functions is that of the rank's fresh `__main__`; its shell is the rank's."""
         if obj is self._main_globals:
             return ("main",)
-        if self._shell is not None and (obj is self._shell or getattr(obj, "__self__", None) is self._shell):
-            return ("shell", "" if obj is self._shell else obj.__name__)
-        return None
+        if self._shell is None:
+            return None
+        if obj is self._shell:
+            return ("shell", "")
+        return ("shell", obj.__name__) if isinstance(obj, types.MethodType) and obj.__self__ is self._shell else None
 
     def reducer_override(self, obj: Any) -> Any:
         """Give functions and classes that go by value a number."""
@@ -371,5 +374,6 @@ def _files_defining(classes: set[str]) -> set[str]:
     for name, entry in list(linecache.cache.items()):
         if len(entry) == 4 and entry[1] is None and not os.path.exists(name):
             text = "".join(entry[2])
-            found.update({kind: name for kind in classes if re.search(rf"^\s*class {kind}\b", text, re.MULTILINE)})
+            defined = set(re.findall(r"^[ \t]*class[ \t]+(\w+)", text, re.MULTILINE))
+            found.update(dict.fromkeys(classes & defined, name))
     return set(found.values())
