@@ -1,4 +1,4 @@
-"""How figures are written on every view: durations, numbers, sizes, rates; the same in page, terminal and snapshot."""
+"""How figures are written, alike on every view: durations, numbers, sizes, rates, lists of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays of a run in a saved notebook: a table, the charts as one picture, the root cause. No script, no link."""
+"""What stays of a run in a saved notebook: a table, the charts as one picture, the root cause; no script."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def metric_lines(charts: list[dict[str, Any]]) -> list[str]:
 
 
 def figure(state: RunState, *metrics: str) -> Figure:
-    """The charts as a matplotlib figure: each metric's mean over ranks, and the band from the least to the greatest.
+    """The charts as a matplotlib figure: each metric's mean over ranks, and the band from least to greatest.
 
     Args:
         state: The run.
@@ -105,8 +105,16 @@ def _draw(
         points = curves[series["metric"]]
         steps, means, lows, highs = zip(*points, strict=True) if points else ((), (), (), ())
         axes.fill_between(steps, lows, highs, color=colour, alpha=0.2, linewidth=0)
-        style = {"marker": "o", "markersize": 3} if len(points) == 1 else {}
-        axes.plot(steps, means, color=colour, linewidth=1.4, label=formats.plain(series["label"]), **style)
+        marker = "o" if len(points) == 1 else ""
+        axes.plot(
+            steps,
+            means,
+            marker,
+            color=colour,
+            linestyle="-",
+            linewidth=1.4,
+            label=formats.plain(series["label"]),
+        )
     axes.set_title(_literal(chart["title"]), fontsize=9, loc="left", color=_GREY)
     if len(chart["series"]) > 1:
         axes.legend(fontsize=7, frameon=False, labelcolor=_GREY)
@@ -127,7 +135,7 @@ def _literal(title: str) -> str:
 class StaticDisplay:
     """Two outputs of a cell, kept for the table and the picture, that are filled now and replaced later.
 
-    The picture is an output of its own, not an image in the table: sites that clean a notebook's HTML keep it.
+    The picture is an output of its own, not an image in the table: sites that clean HTML keep it.
     """
 
     def __init__(self, state: RunState) -> None:
@@ -135,11 +143,11 @@ class StaticDisplay:
         self._table = f"nblaunch-{uuid.uuid4().hex}"
         self._picture = f"nblaunch-{uuid.uuid4().hex}"
 
-    def show(self, bundle: dict[str, Any] | None = None) -> None:
+    def show(self, bundle: dict[str, Any] | None = None, metadata: dict[str, Any] | None = None) -> None:
         """Display both: `bundle` (a live view), or the table as it stands, and the place of the picture."""
         from IPython.display import display
 
-        display(bundle or self._table_bundle(), raw=True, display_id=self._table)
+        display(bundle or self._table_bundle(), metadata=metadata or {}, raw=True, display_id=self._table)
         display({"text/html": "", "text/plain": ""}, raw=True, display_id=self._picture)
 
     def replace(self) -> None:

@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.dashboard import failures, formats
-from nblaunch.dashboard.reading import Row
+from nblaunch.dashboard.rows import Row
 from nblaunch.wire.messages import Display
 
 if TYPE_CHECKING:
@@ -129,7 +129,8 @@ def _display(display: Display) -> str:
         picture = display.data.get(kind)
         if picture:
             encoded = base64.b64encode(picture).decode() if isinstance(picture, bytes) else str(picture)
-            return f'<img alt="shown by rank {display.rank}" src="data:{kind};base64,{escape("".join(encoded.split()))}">'
+            source = escape(f"data:{kind};base64,{''.join(encoded.split())}")
+            return f'<img alt="shown by rank {display.rank}" src="{source}">'
     return f"<pre>{escape(formats.plain(str(display.data.get('text/plain', ''))))}</pre>"
 
 

@@ -1,4 +1,4 @@
-"""The views that print: rich's live view in a terminal, plain lines elsewhere. Each prints only in the cell's thread."""
+"""The views that print, only ever in the cell's thread: rich's live view in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.dashboard import snapshot
-from nblaunch.dashboard.reading import Row
+from nblaunch.dashboard.rows import Row
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -83,8 +83,8 @@ class LinesView:
 class CapturedView(LinesView):
     """As `LinesView`, in a notebook that a program executes; at the end it leaves the snapshot.
 
-    From the start it holds the place of the snapshot with one marked unfinished, so that a run that nobody waits for
-    is never shown as live in the saved notebook.
+    From the start it holds the place of the snapshot with one marked unfinished, so that a run that nobody waits
+    for is never shown as live in the saved notebook.
     """
 
     def __init__(self, state: RunState) -> None:
