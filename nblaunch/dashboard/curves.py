@@ -9,7 +9,7 @@ from operator import add
 from typing import Any
 
 CAPACITY = 400
-"""Buckets of steps that a curve may have; one more, and all are merged in pairs. Charts are as wide in pixels."""
+"""Buckets of steps that a curve may have; one more, and all are merged in pairs."""
 
 _INF = math.inf
 
@@ -17,9 +17,10 @@ _INF = math.inf
 class Curve:
     """One metric's values by step, over all ranks and of each rank.
 
-    Steps fall into buckets of `2**shift` steps, bucket `b` holding the steps from `b << shift`. A bucket keeps the
-    sum, the number, the least and the greatest of what all ranks logged there, and each rank's own sum and number:
-    so the mean is exact and no extreme is ever lost. Values that aren't finite are left out and told by `bad`.
+    Steps fall into buckets of `2**shift` steps, bucket `b` holding the steps from `b << shift`. A bucket
+    keeps the sum, the number, the least and the greatest of what all ranks logged there, and each rank's own
+    sum and number: so the mean is exact and no extreme is ever lost. Values that aren't finite are left out
+    and told by `bad`.
 
     Example:
         >>> curve = Curve()
@@ -123,7 +124,7 @@ class Curve:
         return own
 
     def _cover(self, low_step: int, high_step: int) -> None:
-        """Make room for the steps from `low_step` to `high_step`, with wider buckets where there are too many."""
+        """Make room for these steps, in wider buckets where there are too many."""
         if not self.counts:
             self.base = low_step >> self.shift
         first = min(self.base, low_step >> self.shift)

@@ -44,8 +44,8 @@ def _kernel_shell() -> Any:
 def _has_page(shell: Any) -> bool:
     """Whether a person's page sent the cell that runs now.
 
-    nbclient and those built on it forbid input (`allow_stdin` false), and every client in Python, a console too,
-    sends through jupyter_client, whose message ids end in a process and a counter.
+    nbclient and those built on it forbid input (`allow_stdin` false), and every client in Python, also a
+    console, sends through jupyter_client, whose message ids end in a process and a counter.
     """
     header = (shell.kernel.get_parent() or {}).get("header", {})
     if _PYTHON_CLIENT.search(header.get("msg_id", "")):

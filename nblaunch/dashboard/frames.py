@@ -1,7 +1,8 @@
 """What goes to the page: one small message a frame, what changed as JSON, the curves' new buckets as bytes.
 
-A frame is absolute in what it holds (a row, a bucket, a line by its number), so that a frame seen twice, or after
-a full one that already had it, changes nothing. A page that missed one notices by `seq` and asks for a full one.
+A frame is absolute in what it holds (a row, a bucket, a line by its number), so that a frame seen twice, or
+after a full one that already had it, changes nothing. A page that missed one notices by `seq` and asks for a
+full one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SHOWN_AS = ("image/png", "image/jpeg", "image/svg+xml", "text/html", "text/plai
 
 
 class FrameWriter:
-    """Writes the frames of one page model: `full()` all that is known, `delta()` what changed since the last."""
+    """Writes the frames of one page model: `full()` all that is known, `delta()` what changed."""
 
     def __init__(self, state: RunState) -> None:
         self.state = state

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from nblaunch.dashboard.state import RunState
 
 DATA_WAIT = "data_wait"
-"""A metric of this name, 0 to 1, is the share of a step that a rank waited for its data: a column, no chart."""
+"""A metric of this name, 0 to 1, is the share of a step that a rank waited for data: a column, no chart."""
 
 _ROLES = {
     "train": "train", "training": "train",
@@ -43,7 +43,7 @@ def split_role(name: str) -> tuple[str, str]:
     words = re.split(r"([/_. -])", name)
     for at, rest in ((0, words[2:]), (-1, words[:-2])):
         role = _ROLES.get(words[at].lower())
-        if role and rest:
+        if role and "".join(rest).strip("/_. -"):
             return "".join(rest), role
     return name, ""
 

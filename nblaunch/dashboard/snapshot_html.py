@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 16
 _MOST_LINES = 40
-_MOST_METRICS = 30
-_DISPLAY_LIMIT = 30_000
+_MOST_METRICS = 24
+_TEXT_LIMIT = 8_000
+_DISPLAY_LIMIT = 20_000
 """Characters of other ranks' displays in the table; the rest is told and left out."""
 _COLOURS = {"failed": "#cf222e", "done": "#2da44e"}
 _LEFT = "text-align:left"
@@ -55,10 +56,10 @@ def _cause(data: dict[str, Any]) -> str:
     if cause is None:
         return ""
     block = (
-        f"<p><b>{escape(failures.title(cause))}</b></p><pre>{escape(failures.excerpt(cause)[:6000])}</pre>"
+        f"<p><b>{escape(failures.title(cause))}</b></p><pre>{escape(failures.excerpt(cause)[:_TEXT_LIMIT])}</pre>"
     )
     if cause.text:
-        block += _fold("Whole traceback", f"<pre>{escape(formats.plain(cause.text)[-12000:])}</pre>")
+        block += _fold("Whole traceback", f"<pre>{escape(formats.plain(cause.text)[-_TEXT_LIMIT:])}</pre>")
     if data["others"]:
         followed = "".join(f"<li>{escape(failures.title(other))}</li>" for other in data["others"][:64])
         block += _fold("What followed from it", f"<ul>{followed}</ul>")
@@ -95,7 +96,7 @@ def _metrics(charts: list[dict[str, Any]]) -> str:
 
 def _output(state: RunState, data: dict[str, Any]) -> str:
     lines = [
-        f"[{formats.rank_list(ranks)}] {formats.plain(text)[:300]}"
+        f"[{formats.rank_list(ranks)}] {formats.plain(text)[:200]}"
         for ranks, _, text in data["output"][-_MOST_LINES:]
     ]
     notices = "".join(f"<li>{escape(formats.plain(text))}</li>" for _, _, text in data["notices"][-10:])

@@ -1,4 +1,4 @@
-"""The views that print, only ever in the cell's thread: rich's live view in a terminal, plain lines elsewhere."""
+"""The views that print, only in the cell's thread: rich's live view in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class LinesView:
 class CapturedView(LinesView):
     """As `LinesView`, in a notebook that a program executes; at the end it leaves the snapshot.
 
-    From the start it holds the place of the snapshot with one marked unfinished, so that a run that nobody waits
-    for is never shown as live in the saved notebook.
+    From the start it holds the place of the snapshot with one marked unfinished, so that a run that nobody
+    waits for is never shown as live in the saved notebook.
     """
 
     def __init__(self, state: RunState) -> None:

@@ -132,12 +132,12 @@ class ScriptedRun:
         done = self.step if rank != self.late else int(self.step * 0.93)
         epoch, batch = divmod(done, self.batches)
         rate = self.speed * (0.93 if rank == self.late else 1)
-        used = int((41 + rank % 8 / 10) * 10**9)
-        sample = Sample(
-            memory_used=-1 if self.cpu else used, memory_peak=-1 if self.cpu else used + 2 * 10**9,
-            memory_total=-1 if self.cpu else 80 * 10**9, utilization=-1 if self.cpu else 61 if rank == self.late else 97,
-            host_memory=(310 + 3 * rank) * 10**6,
-        )  # fmt: skip
+        sample = Sample(host_memory=(310 + 3 * rank) * 10**6)
+        if not self.cpu:
+            sample.memory_used = int((41 + rank % 8 / 10) * 10**9)
+            sample.memory_peak = sample.memory_used + 2 * 10**9
+            sample.memory_total = 80 * 10**9
+            sample.utilization = 61 if rank == self.late else 97
         bars = [
             Bar(id=1, description="epoch", n=epoch, total=self.epochs, rate=rate / self.batches),
             Bar(id=2, description="batch", n=batch, total=self.batches, rate=rate, depth=1),
