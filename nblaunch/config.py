@@ -53,7 +53,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     strategy: str = "auto"
     backend: str = "auto"
     """The process group's backend: "auto" is nccl on CUDA, gloo on a CPU, else what torch names for the device."""
-    devices: str | list[int] | list[str] | None = None
+    devices: str | list[int | str] | None = None
     """"cpu", a kind of accelerator such as "cuda", a list of indices or UUIDs, or None for all that are visible."""
     env: dict[str, str] | None = None
     """Variables for the ranks, on top of the notebook's own."""

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -59,12 +60,13 @@ def collect(function: Any, sources: Mapping[str, str], seed: int, environment: M
         "cores": os.cpu_count(),
         "cwd": os.getcwd(),
         "argv": list(sys.argv),
-        "packages": _versions(),
+        "packages": dict(_versions()),
         "environment": {k: v for k, v in sorted(environment.items()) if k.startswith(_COUNTING) and _harmless(k)},
         "sources": dict(sources),
     }
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     found: dict[str, str] = {}
     for package in _PACKAGES:

@@ -126,7 +126,10 @@ def _new_folder(runs: Path, name: str) -> Path:
 
 def prune(runs: Path, keep: int) -> None:
     """Remove the oldest runs beyond the newest `keep`; one that is still being written stays."""
-    folders = sorted((path for path in runs.iterdir() if (path / "events.jsonl").exists()), key=_age)
+    try:
+        folders = sorted((path for path in runs.iterdir() if (path / "events.jsonl").exists()), key=_age)
+    except OSError:
+        return  # the folder went away meanwhile, and the old runs with it
     for path in folders[: max(0, len(folders) - keep)]:
         with (path / "events.jsonl").open("rb") as events:
             try:
