@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.dashboard import formats
-from nblaunch.dashboard.rows import SILENT_AFTER, Row, done_fraction, innermost, row_of
+from nblaunch.dashboard.rows import SILENT_AFTER, Row, innermost, row_of, visible_bars
 from nblaunch.dashboard.series import charts, main_metric
 from nblaunch.wire.messages import Device
 
@@ -142,8 +142,8 @@ def time_left(state: RunState) -> str:
     for rank in state.ranks.values():
         if rank.over or not rank.bars:
             continue
-        outer = min(rank.bars, key=lambda bar: bar.depth)
-        done, (since, before) = done_fraction(rank), rank.bars_seen.get(outer.id, (now, 0.0))
+        outer = visible_bars(rank)[0]
+        done, (since, before) = rank.done, rank.bars_seen.get(outer.id, (now, 0.0))
         if done - before > 0.005 and now - since > 1.0:
             spans.append((1 - done) * (now - since) / (done - before))
     return f"about {formats.roughly(max(spans))} left" if spans and max(spans) >= 1 else ""
@@ -196,7 +196,8 @@ def _late(state: RunState) -> dict[int, str]:
         return {}
     middle = statistics.median_high(bar.n for bar in bars.values())
     total = next(iter(bars.values())).total or 1
-    slack = max(2.0, 0.03 * total)
+    a_second = statistics.median(bar.rate or 0 for bar in bars.values())  # ranks report at different moments
+    slack = max(2.0, 0.03 * total, a_second)
     return {r: formats.count(middle - bar.n) for r, bar in bars.items() if middle - bar.n > slack}
 
 

@@ -70,7 +70,7 @@ def row_of(state: RunState, rank: RankState, main: str) -> Row:
         memory_title=memory_title,
         data_wait=round(wait, 3) if 0 <= wait <= 1 else -1,
         bars=[_bar(bar, over=rank.over) for bar in visible_bars(rank)],
-        done=round(done_fraction(rank), 4) if rank.bars else -1,
+        done=round(rank.done, 4) if rank.bars else -1,
     )
 
 
@@ -102,7 +102,7 @@ def _memory(rank: RankState) -> tuple[str, float, str]:
         return "", -1, ""
     host = f"process {formats.size(sample.host_memory)}" if sample.host_memory >= 0 else ""
     if sample.memory_used < 0:
-        return formats.size(sample.host_memory) if host else "", -1, "resident memory of the rank's process"
+        return host.removeprefix("process "), -1, "resident memory of the rank's process"
     total = sample.memory_total if sample.memory_total > 0 else rank.device.memory if rank.device else 0
     if total <= 0:
         return formats.size(sample.memory_used), -1, host
@@ -112,18 +112,19 @@ def _memory(rank: RankState) -> tuple[str, float, str]:
 
 
 def visible_bars(rank: RankState) -> list[Bar]:
-    """The bars that a row shows, outermost first: at most three that are open, else the outermost."""
-    bars = sorted(rank.bars, key=lambda bar: bar.depth)
-    open_bars = [bar for bar in bars if not bar.closed]
-    if not open_bars:
+    """The bars that a row shows, outermost first: one a depth, at most three; of closed ones the newest."""
+    by_depth: dict[int, Bar] = {}
+    for bar in sorted(rank.bars, key=lambda bar: (bar.depth, not bar.closed, bar.id)):
+        by_depth[bar.depth] = bar  # an open one comes last
+    bars = list(by_depth.values())
+    if all(bar.closed for bar in bars):
         return bars[:1]
-    return open_bars if len(open_bars) <= 3 else [open_bars[0], *open_bars[-2:]]
+    return bars if len(bars) <= 3 else [bars[0], *bars[-2:]]
 
 
 def innermost(rank: RankState) -> Bar | None:
     """The innermost bar that is open."""
-    bars = visible_bars(rank)
-    return bars[-1] if bars and not bars[-1].closed else None
+    return next((bar for bar in reversed(visible_bars(rank)) if not bar.closed), None)
 
 
 def fraction(bar: Bar) -> float | None:
@@ -132,12 +133,12 @@ def fraction(bar: Bar) -> float | None:
 
 
 def done_fraction(rank: RankState) -> float:
-    """How far a rank is in all, 0 to 1: its outermost bar, the inner ones being part of its iteration."""
+    """How far a rank's bars are in all, 0 to 1: the outermost, inner ones counted as parts."""
     done = 0.0
     for bar in reversed(visible_bars(rank)):
         if bar.total:
-            inner = 0.0 if bar.closed or bar.n >= bar.total else done
-            done = min(1.0, (bar.n + inner) / bar.total)
+            inner = done if not bar.closed and bar.n < bar.total else 0.0
+            done = 0.0 if bar.closed and bar.depth else min(1.0, (bar.n + inner) / bar.total)
     return done
 
 
@@ -149,7 +150,7 @@ def _bar(bar: Bar, over: bool) -> tuple[int, str, float, str]:
         parts.append(bar.postfix)
     if not over and not bar.closed and bar.rate:
         unit = "" if bar.unit == "it" else f" {bar.unit}"
-        slow = bar.rate < 0.1
+        slow = bar.rate < 1
         parts.append(
             f"{formats.duration(1 / bar.rate)} each" if slow else f"{formats.rate(bar.rate)}{unit}/s"
         )

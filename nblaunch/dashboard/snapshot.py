@@ -115,7 +115,7 @@ def _draw(
         axes.fill_between(steps, lows, highs, color=colour, alpha=0.2, linewidth=0)
         label = formats.plain(series["label"])
         marker = "o" if len(points) == 1 else None
-        axes.plot(steps, means, color=colour, marker=marker, linewidth=1.4, label=label)
+        axes.plot(steps, means, color=colour, marker=marker, markersize=3, linewidth=1.4, label=label)
     axes.set_title(_literal(chart["title"]), fontsize=9, loc="left", color=_GREY)
     if len(chart["series"]) > 1:
         axes.legend(fontsize=7, frameon=False, labelcolor=_GREY)

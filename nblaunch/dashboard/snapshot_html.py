@@ -55,9 +55,8 @@ def _cause(data: dict[str, Any]) -> str:
     cause = data["cause"]
     if cause is None:
         return ""
-    block = (
-        f"<p><b>{escape(failures.title(cause))}</b></p><pre>{escape(failures.excerpt(cause)[:_TEXT_LIMIT])}</pre>"
-    )
+    excerpt = escape(failures.excerpt(cause)[:_TEXT_LIMIT])
+    block = f"<p><b>{escape(failures.title(cause))}</b></p><pre>{excerpt}</pre>"
     if cause.text:
         block += _fold("Whole traceback", f"<pre>{escape(formats.plain(cause.text)[-_TEXT_LIMIT:])}</pre>")
     if data["others"]:
@@ -104,7 +103,9 @@ def _output(state: RunState, data: dict[str, Any]) -> str:
     if not lines:
         return block
     written, warnings = state.output.written, state.output.warnings
-    summary = f"Last lines of output ({written:,} in all" + (f", {warnings:,} warnings)" if warnings else ")")
+    summary = f"Last lines of output ({written:,} in all" + (
+        f", {warnings:,} warning{'s' * (warnings > 1)})" if warnings else ")"
+    )
     return block + _fold(summary, f"<pre>{escape(chr(10).join(lines))}</pre>")
 
 

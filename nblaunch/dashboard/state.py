@@ -14,7 +14,7 @@ from nblaunch.dashboard import reading
 from nblaunch.dashboard.curves import Curve
 from nblaunch.dashboard.displays import Displays
 from nblaunch.dashboard.output import OutputTail
-from nblaunch.dashboard.rows import fraction
+from nblaunch.dashboard.rows import done_fraction, fraction
 from nblaunch.wire.messages import (
     Bar,
     Device,
@@ -55,6 +55,8 @@ class RankState:
     """When anything last came from it, by the kernel's clock."""
     moved: float = 0
     """When its bars, metrics or output last changed."""
+    done: float = 0
+    """How far its bars are in all, 0 to 1; while the outermost bar is the same, it only grows."""
     bars_seen: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
     """For each bar, when it was first seen and how far it was then, as a fraction."""
     failure: Failure | None = None
@@ -208,7 +210,10 @@ class RunState:
         self._alive(rank)
         if [(bar.id, bar.n) for bar in message.bars] != [(bar.id, bar.n) for bar in rank.bars]:
             rank.moved = rank.heard
+        known = {bar.id for bar in rank.bars if bar.depth == 0}
         rank.bars = message.bars
+        same = any(bar.id in known for bar in message.bars if bar.depth == 0)
+        rank.done = max(rank.done if same else 0.0, done_fraction(rank))
         rank.sample = message.sample or rank.sample
         rank.where = message.where
         seen = rank.bars_seen

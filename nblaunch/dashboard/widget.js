@@ -613,25 +613,35 @@ class Charts {
     show(this.node, store.charts.length > 0);
     show(this.more, hidden > 0);
     setText(this.more, this.all ? "Show fewer" : `Show ${hidden} more`);
+    const visible = this.all ? store.charts : store.charts.slice(0, FIRST_CHARTS);
+    this.discard(new Set(visible.map(chartKey)));
     let at = 0;
-    store.charts.forEach(([title, series], i) => {
+    visible.forEach(([title, series], i) => {
       const now = store.now.slice(at, (at += series.length));
-      const visible = this.all || i < FIRST_CHARTS;
-      if (!this.charts.has(title)) {
-        if (!visible) return;
-        this.charts.set(title, new Chart());
-        this.grid.append(this.charts.get(title).node);
-      }
-      const chart = this.charts.get(title);
-      show(chart.node, visible);
-      if (visible) chart.draw(title, series, now, store);
+      const key = chartKey([title, series]);
+      if (!this.charts.has(key)) this.charts.set(key, new Chart());
+      const chart = this.charts.get(key);
+      if (this.grid.children[i] !== chart.node) this.grid.insertBefore(chart.node, this.grid.children[i] ?? null);
+      chart.draw(title, series, now, store);
     });
   }
 
+  /** Take away the charts that are no longer shown. */
+  discard(kept) {
+    for (const [key, chart] of this.charts) {
+      if (kept.has(key)) continue;
+      chart.remove();
+      this.charts.delete(key);
+    }
+  }
+
   remove() {
-    for (const chart of this.charts.values()) chart.remove();
+    this.discard(new Set());
   }
 }
+
+/** A chart is known by its least series: its title changes when a validation series joins. */
+const chartKey = ([, series]) => Math.min(...series.map(([id]) => id));
 
 /** One chart: of each series the mean over ranks and the band from least to greatest; on demand every rank's line. */
 class Chart {
@@ -844,6 +854,7 @@ class Chart {
 
   remove() {
     this.observer.disconnect();
+    this.node.remove();
   }
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import secrets
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from PIL import Image
 
 CHROMIUM = "/usr/bin/chromium"
 SHOTS = Path(__file__).parent / "shots"
@@ -48,6 +50,12 @@ def browser() -> Iterator:
         chromium.close()
 
 
+def keep(name: str, picture: bytes) -> None:
+    """Put a picture where people look at it, in few enough colours to be small."""
+    reduced = Image.open(io.BytesIO(picture)).convert("RGB").quantize(200, dither=Image.Dither.NONE)
+    reduced.save(SHOTS / f"{name}.png", optimize=True)
+
+
 class Server:
     """A running JupyterLab."""
 
@@ -56,7 +64,9 @@ class Server:
         self.token = secrets.token_hex(16)
         self.notebooks = folder / "notebooks"
         self.notebooks.mkdir()
-        quiet = folder / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
+        quiet = (
+            folder / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
+        )
         quiet.parent.mkdir(parents=True)
         quiet.write_text('{"fetchNews": "false", "checkForUpdates": false}')
         runtime = folder / "runtime"
@@ -68,7 +78,15 @@ class Server:
             "IPYTHONDIR": str(folder / "ipython"),
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         }
-        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root"]
+        command = [
+            sys.executable,
+            "-m",
+            "jupyterlab",
+            "--no-browser",
+            "--ip=127.0.0.1",
+            "--port=0",
+            "--allow-root",
+        ]
         command += [f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={self.notebooks}"]
         command += ["--LabApp.expose_app_in_browser=True", "--LabApp.news_url=None"]
         self.log = (folder / "server.log").open("w")
@@ -86,7 +104,11 @@ class Server:
     def write(self, name: str, *cells: str) -> None:
         """Save a notebook of code cells."""
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-        notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        notebook.metadata["kernelspec"] = {
+            "name": "python3",
+            "display_name": "Python 3",
+            "language": "python",
+        }
         nbformat.write(notebook, self.notebooks / name)
 
     def read(self, name: str) -> nbformat.NotebookNode:
@@ -138,7 +160,9 @@ class Lab:
 
     def command(self, name: str, **arguments) -> None:
         """Run a command of JupyterLab's to its end."""
-        self.page.evaluate("([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, arguments])
+        self.page.evaluate(
+            "([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, arguments]
+        )
 
     def begin(self, name: str, **arguments) -> None:
         """Run a command of JupyterLab's and go on."""
@@ -170,7 +194,7 @@ class Lab:
 
     def shot(self, name: str, selector: str = ".nbl") -> None:
         """A picture of the first element that fits, for people to look at."""
-        self.page.locator(selector).first.screenshot(path=SHOTS / f"{name}.png")
+        keep(name, self.page.locator(selector).first.screenshot())
 
     def close(self) -> None:
         """Shut the kernel down and close the page; an error of the page's fails the test."""

@@ -41,7 +41,9 @@ def test_one_spike_survives_any_thinning():
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 3), st.integers(-5_000, 200_000), st.floats(-1e6, 1e6)), min_size=1, max_size=200
+        st.tuples(st.integers(0, 3), st.integers(-5_000, 200_000), st.floats(-1e6, 1e6)),
+        min_size=1,
+        max_size=200,
     )
 )
 def test_whatever_the_order_every_bucket_is_the_mean_and_extremes_of_its_values(logged):

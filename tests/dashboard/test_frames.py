@@ -4,7 +4,6 @@ import json
 import struct
 
 from dashboard.scripted import RUN, ScriptedRun, metrics
-
 from nblaunch.dashboard.frames import LINES_A_FRAME, FrameWriter
 from nblaunch.wire.messages import Display, Output
 

@@ -1,8 +1,8 @@
 """What a person is told of a run: pace, time left, who deviates."""
 
 import pytest
-from dashboard.scripted import RUN, ScriptedRun, metrics
 
+from dashboard.scripted import RUN, ScriptedRun, metrics
 from nblaunch.config import LaunchConfig
 from nblaunch.dashboard.reading import device_name
 from nblaunch.dashboard.rows import done_fraction
@@ -139,3 +139,16 @@ def test_a_frame_is_plain_data():
     frame = ScriptedRun(3).start().advance(2).talk().state.frame()
     assert json.loads(json.dumps(msgspec.to_builtins(frame)))["head"]["name"] == "train"
     assert RUN
+
+
+def test_between_two_inner_loops_the_row_keeps_its_shape_and_never_goes_back():
+    run = ScriptedRun(1).start()
+    epoch = Bar(id=1, description="epoch", n=1, total=4)
+    batch = Bar(id=2, description="batch", n=99, total=100, depth=1)
+    run.state.apply(Progress(rank=0, time=run.now, bars=[epoch, batch]))
+    before = run.state.frame()["rows"][0].done
+    batch.n, batch.closed = 100, True
+    run.state.apply(Progress(rank=0, time=run.now, bars=[epoch, batch]))
+    row = run.state.frame()["rows"][0]
+    assert [label for _, label, _, _ in row.bars] == ["epoch 1/4", "batch 100/100"]
+    assert row.done == before

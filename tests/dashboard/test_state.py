@@ -4,11 +4,20 @@ import sys
 import threading
 
 from dashboard.scripted import RUN, ScriptedRun, metrics
-
 from nblaunch.config import LaunchConfig
 from nblaunch.dashboard.displays import LARGEST
 from nblaunch.dashboard.state import RunState
-from nblaunch.wire.messages import Display, Failure, Finished, Metrics, Notice, Output, Progress, RankUpdate, Refused
+from nblaunch.wire.messages import (
+    Display,
+    Failure,
+    Finished,
+    Metrics,
+    Notice,
+    Output,
+    Progress,
+    RankUpdate,
+    Refused,
+)
 
 
 def test_a_run_from_start_to_end():
@@ -89,7 +98,7 @@ def test_readers_and_writer_in_different_threads():
             for _ in range(50):
                 run.state.frame()
                 run.state.snapshot_data()
-        except Exception as error:  # noqa: BLE001 whatever it is, it is told
+        except Exception as error:
             failures.append(error)
 
     readers = [threading.Thread(target=read) for _ in range(2)]
@@ -117,7 +126,9 @@ def test_importing_the_state_loads_nothing_heavy():
     import subprocess
 
     code = "import sys, nblaunch.dashboard, nblaunch.dashboard.state; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     heavy = {"torch", "numpy", "matplotlib", "rich", "IPython", "anywidget", "ipywidgets"}
     assert heavy.isdisjoint(loaded)
 
