@@ -29,8 +29,8 @@ def roughly(seconds: float) -> str:
     """A time span that is only an estimate.
 
     Example:
-        >>> roughly(7.4), roughly(200), roughly(5000)
-        ('7 s', '3 min', '1.4 h')
+        >>> roughly(7.4), roughly(200), roughly(6000)
+        ('7 s', '3 min', '1.7 h')
     """
     if seconds < 90:
         return f"{max(1, round(seconds))} s"

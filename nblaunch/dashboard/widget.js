@@ -658,12 +658,11 @@ class Chart {
       click: () => this.flip("ranks"), keydown: (e) => this.key(e), blur: () => this.setCursor(null),
     });
     [this.from, this.to] = [h("span"), h("span")];
-    this.axis = h("span", { class: "nbl-axis" }, this.from, this.to);
     this.readout = h("output", { class: "nbl-readout" });
     this.node = h(
       "figure", { class: "nbl-chart" },
-      h("figcaption", {}, this.title, this.legend, h("span", { class: "nbl-toggles" }, ...this.buttons)),
-      this.plot, h("div", { class: "nbl-under" }, this.axis, this.readout),
+      h("figcaption", {}, this.title, this.legend, this.readout), this.plot,
+      h("div", { class: "nbl-under" }, this.from, h("span", { class: "nbl-toggles" }, ...this.buttons), this.to),
     );
     this.observer = new ResizeObserver(([entry]) => {
       const width = Math.round(entry.contentRect.width);
@@ -749,7 +748,7 @@ class Chart {
     const up = points.map(([step, row]) => `${x(step).toFixed(1)} ${y(row[3]).toFixed(1)}`);
     const down = points.map(([step, row]) => `${x(step).toFixed(1)} ${y(row[2]).toFixed(1)}`).reverse();
     nodes.push(svg("path", { class: `nbl-band nbl-series-${i}`, d: `M${[...up, ...down].join("L")}Z` }));
-    if (this.options.ranks) nodes.push(...this.rankNodes(series, points, i));
+    if (this.options.ranks && series.ranks.length > 1) nodes.push(...this.rankNodes(series, points, i));
     const means = points.map(([, row]) => row[1]);
     const path = (values) => `M${points.map(([step], k) => `${x(step).toFixed(1)} ${y(values[k]).toFixed(1)}`).join("L")}`;
     if (this.options.smooth) nodes.push(svg("path", { class: `nbl-line nbl-faint nbl-series-${i}`, d: path(means) }));
@@ -808,8 +807,9 @@ class Chart {
     this.paint();
   }
 
+  /** What a series last had at the cursor; one that is logged rarely has no value of this very step. */
   rowAt({ points }) {
-    return points.find(([step]) => step === this.cursor)?.[1];
+    return points.findLast(([step]) => step <= this.cursor)?.[1];
   }
 
   cursorNodes() {
@@ -823,26 +823,26 @@ class Chart {
   }
 
   read() {
-    show(this.axis, this.cursor === null);
+    show(this.legend, this.cursor === null);
     show(this.readout, this.cursor !== null);
     if (this.cursor === null) return;
+    const several = this.lines.length > 1;
     const texts = this.lines.map((line, i) => {
       const row = this.rowAt(line);
       if (!row) return null;
-      const label = this.lines.length > 1 ? `${this.layout[i][1]} ` : "";
-      const spread = row[2] === row[3] ? "" : ` (${formatNumber(row[2])} to ${formatNumber(row[3])})`;
-      return `${label}${formatNumber(row[1])}${spread}`;
+      const spread = several || this.options.ranks || row[2] === row[3] ? "" : ` (${formatNumber(row[2])} to ${formatNumber(row[3])})`;
+      return `${several ? `${this.layout[i][1]} ` : ""}${formatNumber(row[1])}${spread}`;
     });
     this.nearest = this.options.ranks ? this.nearestRank() : null;
-    const rank = this.nearest ? ` · rank ${this.nearest.rank} ${formatNumber(this.nearest.value)}` : "";
-    setText(this.readout, `step ${formatStep(this.cursor)} · ${texts.filter(Boolean).join(" · ")}${rank}`);
+    if (this.nearest) texts.push(`rank ${this.nearest.rank} ${formatNumber(this.nearest.value)}`);
+    setText(this.readout, `step ${formatStep(this.cursor)} · ${texts.filter(Boolean).join(" · ")}`);
   }
 
   nearestRank() {
     let best = null;
     this.lines.forEach((line, i) => {
       const row = this.rowAt(line);
-      if (!row) return;
+      if (!row || line.series.ranks.length < 2) return;
       line.series.ranks.forEach((rank, column) => {
         const value = row[4 + column];
         const away = Math.abs(this.scale.y(value) - (this.pointerY ?? 0));

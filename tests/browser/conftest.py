@@ -52,7 +52,11 @@ def browser() -> Iterator:
 
 def keep(name: str, picture: bytes) -> None:
     """Put a picture where people look at it, in few enough colours to be small."""
-    reduced = Image.open(io.BytesIO(picture)).convert("RGB").quantize(200, dither=Image.Dither.NONE)
+    reduced = (
+        Image.open(io.BytesIO(picture))
+        .convert("RGB")
+        .quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    )
     reduced.save(SHOTS / f"{name}.png", optimize=True)
 
 

@@ -18,13 +18,19 @@ COLOURS = {
 }
 """What JupyterLab's two themes set."""
 PAGE = """<!doctype html><meta charset="utf-8"><style>:root {{ {colours} }} {css}</style>
-<body style="margin: 12px; background: var(--jp-layout-color0)" data-jp-theme-light="{light}"><div id="here"></div>
+<body style="margin: 12px; background: var(--jp-layout-color0)" data-jp-theme-light="{light}">
+<div id="here"></div>
 <script type="module">
 const source = {source};
-const widget = (await import(URL.createObjectURL(new Blob([source], {{ type: "text/javascript" }})))).default();
+const address = URL.createObjectURL(new Blob([source], {{ type: "text/javascript" }}));
+const widget = (await import(address)).default();
 const state = {{}}, listeners = [];
 window.sent = [];
-const model = {{ get: (name) => state[name], on: (_, heard) => listeners.push(heard), send: (message) => sent.push(message) }};
+const model = {{
+  get: (name) => state[name],
+  on: (_, heard) => listeners.push(heard),
+  send: (message) => sent.push(message),
+}};
 widget.initialize({{ model }});
 widget.render({{ model, el: document.getElementById("here") }});
 window.push = (frame, curves) => {{
