@@ -1,10 +1,10 @@
 """What ran: collected at the launch, kept in the run's folder, and read back from there.
 
-    launch.yaml    the choices (config.py)
-    record.json    versions, machine, devices, source, seed
-    events.jsonl   what happened, a message a line
-    metrics.bin    batches of metrics, each behind its length
-    rank-N.log     what rank N wrote
+launch.yaml    the choices (config.py)
+record.json    versions, machine, devices, source, seed
+events.jsonl   what happened, a message a line
+metrics.bin    batches of metrics, each behind its length
+rank-N.log     what rank N wrote
 """
 
 from __future__ import annotations
@@ -30,20 +30,40 @@ from nblaunch.wire.messages import Message, Metrics
 LENGTH = struct.Struct("<I")
 """What stands before each batch in `metrics.bin`."""
 
-_PACKAGES = (
-    "torch numpy cloudpickle ipykernel ipython jupyterlab accelerate lightning transformers datasets "
-    "deepspeed torchvision scikit-learn pandas tqdm"
-).split()
-_COUNTING = ("CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "PYTHON", "ACCELERATE_", "HF_", "SLURM_")
+_PACKAGES = [
+    "torch",
+    "numpy",
+    "cloudpickle",
+    "ipykernel",
+    "ipython",
+    "jupyterlab",
+    "accelerate",
+    "lightning",
+    "transformers",
+    "datasets",
+    "deepspeed",
+    "torchvision",
+    "scikit-learn",
+    "pandas",
+    "tqdm",
+]
+_COUNTING = (
+    "CUDA_",
+    "NCCL_",
+    "GLOO_",
+    "OMP_",
+    "MKL_",
+    "TORCH",
+    "PYTORCH_",
+    "PYTHON",
+    "ACCELERATE_",
+    "HF_",
+    "SLURM_",
+)
 
 _metrics_decoder = msgspec.msgpack.Decoder(Metrics)
 _event_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
-    messages.Started
-    | messages.RankUpdate
-    | messages.Notice
-    | messages.Failure
-    | messages.Display
-    | messages.Finished
+    messages.Started | messages.RankUpdate | messages.Notice | messages.Failure | messages.Display | messages.Finished
 )
 
 

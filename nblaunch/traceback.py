@@ -60,13 +60,18 @@ def _others(others: list[Failure]) -> list[str]:
 
 
 def _consequence(failure: Failure) -> str:
-    where = f" in {failure.frames[-1].name}" if failure.frames else ""
     if failure.kind == "stopped":
-        return f"was stopped{where}"
+        return f"was stopped{_where(failure)}"
     if failure.symptom:
-        return f"lost its peers{where}"
-    first_line = failure.message.strip().splitlines()[0] if failure.message.strip() else ""
-    return f"{failures.how(failure)}{where}: {first_line}"[:160]
+        return f"lost its peers{_where(failure)}"
+    first_line = failure.message.strip().partition("\n")[0]
+    return f"{failures.how(failure)}{_where(failure)}: {first_line}"[:160]
+
+
+def _where(failure: Failure) -> str:
+    """The line of the user's own code that a rank was in."""
+    own = failures.own_frames(failure)
+    return f" in {own[-1].name}, line {own[-1].lineno}: {own[-1].line.strip()}"[:120] if own else ""
 
 
 def _coloured(line: str) -> str:
@@ -80,5 +85,9 @@ def _within(lines: list[str], end: list[str]) -> list[str]:
     room = _MOST_LINES - len(end)
     if len(lines) > room:
         half = room // 2
-        lines = [*lines[:half], f"... {len(lines) - room + 1} lines left out, see the log ...", *lines[half - room + 1 :]]
+        lines = [
+            *lines[:half],
+            f"... {len(lines) - room + 1} lines left out, see the log ...",
+            *lines[half - room + 1 :],
+        ]
     return lines + end

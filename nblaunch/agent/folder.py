@@ -1,6 +1,6 @@
 """The run's folder: what the agent keeps of a run, readable while it grows and after everything is gone.
 
-    launch.yaml  record.json  events.jsonl  metrics.bin  rank-0.log  rank-1.log ...
+launch.yaml  record.json  events.jsonl  metrics.bin  rank-0.log  rank-1.log ...
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import msgspec
 from nblaunch.agent.output import LogFile
 from nblaunch.record import LENGTH
 from nblaunch.wire.messages import Failure, Launch, Message
-
 
 
 class RunFolder:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nblaunch.record import tails_of
 
-_TAIL_LINES = 30
+_TAIL_LINES = 80
 _LONGEST_LINE = 1 << 20
 _BURST = 2000
 _LINES_A_SECOND = 400.0

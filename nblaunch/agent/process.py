@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 
+from nblaunch.agent import policy
 from nblaunch.agent.loop import Loop
 from nblaunch.agent.output import Lines, Teller
 from nblaunch.wire import channel as wire
@@ -18,6 +19,7 @@ _READ = 1 << 18
 _LAST_WORDS = 1 << 24
 """Bytes that are still read from a pipe once its rank is dead."""
 _PIPE_SIZE = 1 << 20
+_LAST_LINES = 15
 
 
 class Stream:
@@ -76,7 +78,11 @@ class RankProcess:
         ours, self._rank_end = wire.pair()
         self.channel = Channel(ours)
         self.streams = [
-            Stream(name, lambda lines, skipped, name=name: tell(rank, name, lines, skipped), lambda b: log(rank, b))
+            Stream(
+                name,
+                lambda lines, skipped, name=name: tell(rank, name, lines, skipped),
+                lambda b: log(rank, b),
+            )
             for name in ("stdout", "stderr")
         ]
         self.pid = 0
@@ -146,12 +152,12 @@ class RankProcess:
             self._loop.forget(self.channel.fileno())
             self.channel.close()
 
-    def last_lines(self, most: int = 15) -> list[str]:
+    def last_lines(self) -> list[str]:
         """The newest lines that it wrote to stderr, or to stdout if it wrote none there."""
         for stream in reversed(self.streams):
-            stream.teller.flush()
+            stream.teller.flush(at_once=True)
             if stream.teller.tail:
-                return list(stream.teller.tail)[-most:]
+                return policy.crash_lines(list(stream.teller.tail))[-_LAST_LINES:]
         return []
 
     def _read_channel(self) -> None:

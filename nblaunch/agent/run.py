@@ -81,9 +81,7 @@ class Surroundings(Protocol):
 class AgentRun:
     """The ranks of one launch on this machine."""
 
-    def __init__(
-        self, server: Surroundings, launch: Launch, payload: int, plan: launching.Plan, method: str
-    ) -> None:
+    def __init__(self, server: Surroundings, launch: Launch, payload: int, plan: launching.Plan, method: str) -> None:
         self.launch = launch
         self.config = from_mapping(launch.config)
         self._server = server
@@ -117,9 +115,7 @@ class AgentRun:
         self._stopping = ""
         self._finished = False
         self._begun = time.time()
-        self._ranks = {
-            rank: RankProcess(rank, self._loop, self._told, self._wrote) for rank in self._plan.ranks
-        }
+        self._ranks = {rank: RankProcess(rank, self._loop, self._told, self._wrote) for rank in self._plan.ranks}
         requests: list[tuple[Fork, list[int]]] = []
         for local_rank, process in enumerate(self._ranks.values()):
             process.watch(lambda f, p=process: self._on_frame(p, f), lambda p=process: self._on_death(p))
@@ -144,28 +140,28 @@ class AgentRun:
         )
 
     def _environment(self, local_rank: int) -> dict[str, str]:
-        return launching.rank_environment(
-            self.launch, self.config, self._plan, local_rank, self._port, self._attempt
-        )
+        return launching.rank_environment(self.launch, self.config, self._plan, local_rank, self._port, self._attempt)
 
     def _exec(self, process: RankProcess, environment: dict[str, str]) -> None:
         """Start a rank in a fresh interpreter."""
         fds = process.rank_fds(self._payload)
         start = Path(nblaunch.__file__).parent / "_start.py"
         flags = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
-        command = [sys.executable, *flags, "-P", str(start), "nblaunch.rank.main", str(os.getpid()), *map(str, fds)]
+        command = [
+            sys.executable,
+            *flags,
+            "-P",
+            str(start),
+            "nblaunch.rank.main",
+            str(os.getpid()),
+            *map(str, fds),
+        ]
         own = launching.exec_environment(self.launch, environment, self._plan.threads)
         child = subprocess.Popen(command, env=own, pass_fds=fds, stdin=subprocess.DEVNULL)
         child.returncode = 0  # the agent waits for it itself
         for fd in fds:
             os.close(fd)
         self.forked(process.rank, child.pid, "")
-
-    def template_lost(self) -> None:
-        """The process that was to fork this run's ranks has ended; those that were not forked start by exec."""
-        for process in self._ranks.values():
-            if not process.pid:
-                self.forked(process.rank, 0, "the process to fork it from has ended")
 
     def forked(self, rank: int, pid: int, dirty: str) -> None:
         """A process of this run exists, or could not be forked."""
@@ -260,7 +256,8 @@ class AgentRun:
                 self._warn(f"rank {process.rank} (pid {pid}) was killed by {name} as it ended; its result is here")
         elif process.failure is None:
             self._failed(process, self._meaning_of(process, status))
-        self._set_state(process, "ended" if process.state == "returned" else process.state, time.time())
+        if process.state == "returned":
+            self._set_state(process, "ended", time.time())
         if not any(other.alive for other in self._ranks.values()):
             self._finish()
 
@@ -273,6 +270,10 @@ class AgentRun:
 
     def _failed(self, process: RankProcess, failure: Failure) -> None:
         """Something went wrong in a rank: note it, and stop the others once the cause is known."""
+        if failure.kind == "result":
+            self._failures.append(failure)
+            self._folder.event(failure)
+            return  # the rank goes on as one that has returned
         failure.host = failure.host or socket.gethostname()
         failure.run = self.launch.run
         process.failure = process.failure or failure
@@ -365,7 +366,7 @@ class AgentRun:
             self.start()
             return
         returned = all(process.state == "ended" for process in self._ranks.values())
-        status = "done" if returned else "stopped" if self._stop_asked else "failed"
+        status = "done" if returned and not self._failures else "stopped" if self._stop_asked else "failed"
         others = [failure for failure in self._failures if failure is not cause]
         finished = Finished(
             self.launch.run, status, time.time(), None if status != "failed" else cause, _folded(others)
@@ -428,5 +429,3 @@ def _folded(failures: list[Failure]) -> list[Failure]:
     for failure in failures:
         failure.pickled, failure.output = b"", []
     return failures
-
-

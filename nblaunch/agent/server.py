@@ -1,8 +1,8 @@
 """The agent: one per machine, started by the kernel, ends with it.
 
-    kernel == channel ==> Server -- Templates --> ranks (AgentRun)
-                                 ^                  |
-                                 +---- frames ------+
+kernel == channel ==> Server -- Templates --> ranks (AgentRun)
+                             ^                  |
+                             +---- frames ------+
 """
 
 from __future__ import annotations
@@ -257,14 +257,8 @@ class Server(TemplateOwner):
         if self._stores is not None:
             self._stores.send(CloseStore(run))
 
-    def template_lost(self) -> None:
-        """What that template was asked to fork may not come."""
-        for run in list(self._runs.values()):
-            run.template_lost()
-
     def template_ended(self, warm: Warm | None) -> None:
         """Without the base template nothing can be launched any more."""
-        self.template_lost()
         self._give_up("the process that imports torch ended unexpectedly" if warm is None else "its template ended")
 
     def _give_up(self, reason: str) -> None:

@@ -27,14 +27,30 @@ class Handle:
         self.wanted: list[str] = []
         self._loop = loop
         self._on = on
-        self.lost: Callable[[Handle], None] = lambda handle: None
+        self._expected: list[Fork] = []
+        self._retired = False
+        self.lost: Callable[[Handle, list[Fork]], None] = lambda handle, expected: None
         loop.watch(channel.fileno(), self._read)
 
     def ask(self, message: Fork | Import, fds: list[int]) -> None:
         """Send a request with its descriptors."""
+        if isinstance(message, Fork):
+            self._expected.append(message)
         self.channel.send(message, fds)
         if self.channel.waiting:
             self._loop.want_write(self.channel.fileno(), self._write)
+
+    def answered(self, answer: Forked) -> None:
+        """It has said what became of one process that it was asked for."""
+        self._expected = [fork for fork in self._expected if (fork.run, fork.rank) != (answer.run, answer.rank)]
+        if self._retired:
+            self.retire()
+
+    def retire(self) -> None:
+        """Another has taken its place: let it go once nothing is expected of it any more."""
+        self._retired = True
+        if not self._expected:
+            self.close()
 
     def close(self) -> None:
         """Let it go: it ends when its channel closes."""
@@ -49,9 +65,11 @@ class Handle:
             frames, self.channel.closed = [], True
         for frame in frames:
             self._on(self, frame)
-        if self.channel.closed and self.channel.fileno() >= 0:
+        if self.channel.fileno() < 0:
+            return
+        if self.channel.closed:
             self.close()
-            self.lost(self)
+            self.lost(self, self._expected)
 
     def _write(self) -> None:
         self.channel.flush()
@@ -68,9 +86,7 @@ class Templates:
         self._rejected: set[str] = set()
         self._preloaded: Handle | None = None
         self._successor: Handle | None = None
-        pid, ours = fork_template(path)
-        self.first_pid = pid
-        self._base = self._handle(Channel(ours), None)
+        self._base = self._handle(Channel(fork_template(path)), None)
 
     @property
     def warm(self) -> Warm | None:
@@ -122,6 +138,7 @@ class Templates:
             self._on_warm(handle, message)
         elif isinstance(message, Forked):
             self._owner.forked(message)
+            handle.answered(message)
 
     def _on_warm(self, handle: Handle, warm: Warm) -> None:
         self._rejected.update(name.split(".")[0] for name in warm.rejected)
@@ -134,11 +151,11 @@ class Templates:
             handle.close()
             self._again(handle)
         elif handle.key is None:
-            self._base.close()
+            self._base.retire()
             self._base = handle
         else:
             if self._preloaded is not None:
-                self._preloaded.close()
+                self._preloaded.retire()
             self._preloaded = handle
 
     def _again(self, handle: Handle) -> None:
@@ -149,13 +166,14 @@ class Templates:
         launch = Launch("", {}, environment, "", path, [], 0, {}, "", {}, "")
         self.preload(handle.wanted, launch)
 
-    def _on_lost(self, handle: Handle) -> None:
+    def _on_lost(self, handle: Handle, expected: list[Fork]) -> None:
         if handle is self._successor:
             self._successor = None
         elif handle is self._preloaded:
             self._preloaded = None
-            self._owner.template_lost()
-        elif handle is self._base:
+        for fork in expected:
+            self._owner.forked(Forked(fork.run, fork.role, fork.rank, 0, "the process to fork it from has ended"))
+        if handle is self._base:
             self._owner.template_ended(handle.warm)
 
 
@@ -164,10 +182,6 @@ class TemplateOwner:
 
     def template_ready(self, warm: Warm) -> None:
         """The base template has torch, or says why not."""
-        raise NotImplementedError
-
-    def template_lost(self) -> None:
-        """A template ended; what it was asked to fork may not come."""
         raise NotImplementedError
 
     def template_ended(self, warm: Warm | None) -> None:
@@ -184,5 +198,3 @@ def _key(launch: Launch) -> Key:
     paths = sysconfig.get_paths()
     folders = [path for path in {paths["purelib"], paths["platlib"]} if os.path.isdir(path)]
     return launch.environment, launch.path, [os.stat(folder).st_mtime for folder in sorted(folders)]
-
-

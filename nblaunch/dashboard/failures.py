@@ -55,9 +55,8 @@ def signal_name(number: int) -> str:
 
 def excerpt(failure: Failure) -> str:
     """The user's own innermost frames with their source lines and carets, and the error's message."""
-    own = [frame for frame in failure.frames if not _in_library(frame)] or failure.frames
     lines: list[str] = []
-    for frame in own[-_MOST_FRAMES:]:
+    for frame in (own_frames(failure) or failure.frames)[-_MOST_FRAMES:]:
         lines.append(f"{place(frame.filename)}, line {frame.lineno}, in {frame.name}")
         if frame.line:
             lines += _source(frame)
@@ -67,6 +66,11 @@ def excerpt(failure: Failure) -> str:
     elif message:
         lines.append(message)
     return formats.plain("\n".join(lines))
+
+
+def own_frames(failure: Failure) -> list[Frame]:
+    """The frames of the user's own code, outermost first."""
+    return [frame for frame in failure.frames if not _in_library(frame)]
 
 
 def place(filename: str) -> str:

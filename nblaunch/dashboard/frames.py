@@ -130,10 +130,7 @@ class FrameWriter:
     def _block(self, name: str, curve: Curve, first: int, last: int) -> bytes:
         columns = 4 + len(curve.ranks)
         rows = curve.rows(first, last)
-        return (
-            _BLOCK.pack(self._series[name], curve.shift, len(rows) // columns, columns, first)
-            + rows.tobytes()
-        )
+        return _BLOCK.pack(self._series[name], curve.shift, len(rows) // columns, columns, first) + rows.tobytes()
 
     # ---- what ranks wrote and showed
 

@@ -111,11 +111,7 @@ def pace(state: RunState) -> str:
             return f"{formats.rate((s1 - s0) / (t1 - t0))} steps/s"
     if state.over:
         return ""
-    bars = [
-        bar
-        for rank in state.ranks.values()
-        if (bar := innermost(rank)) and bar.rate and bar.unit not in COUNTED
-    ]
+    bars = [bar for rank in state.ranks.values() if (bar := innermost(rank)) and bar.rate and bar.unit not in COUNTED]
     if not bars:
         return ""
     return f"{formats.rate(statistics.median(bar.rate or 0 for bar in bars))} {bars[0].unit or 'it'}/s"

@@ -151,9 +151,7 @@ def _bar(bar: Bar, over: bool) -> tuple[int, str, float, str]:
     if not over and not bar.closed and bar.rate:
         unit = "" if bar.unit == "it" else f" {bar.unit}"
         slow = bar.rate < 1
-        parts.append(
-            f"{formats.duration(1 / bar.rate)} each" if slow else f"{formats.rate(bar.rate)}{unit}/s"
-        )
+        parts.append(f"{formats.duration(1 / bar.rate)} each" if slow else f"{formats.rate(bar.rate)}{unit}/s")
         if bar.total and bar.n < bar.total:
             parts.append(f"{formats.roughly((bar.total - bar.n) / bar.rate)} left")
     done = fraction(bar)

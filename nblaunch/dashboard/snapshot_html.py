@@ -95,8 +95,7 @@ def _metrics(charts: list[dict[str, Any]]) -> str:
 
 def _output(state: RunState, data: dict[str, Any]) -> str:
     lines = [
-        f"[{formats.rank_list(ranks)}] {formats.plain(text)[:200]}"
-        for ranks, _, text in data["output"][-_MOST_LINES:]
+        f"[{formats.rank_list(ranks)}] {formats.plain(text)[:200]}" for ranks, _, text in data["output"][-_MOST_LINES:]
     ]
     notices = "".join(f"<li>{escape(formats.plain(text))}</li>" for _, _, text in data["notices"][-10:])
     block = f"<ul>{notices}</ul>" if notices else ""
@@ -141,9 +140,7 @@ def _table(titles: list[str], rows: list[list[str]]) -> str:
     style = [_RIGHT if all(_is_figure(row[i]) for row in rows) else _LEFT for i in range(len(titles))]
     head = "".join(f'<th style="{style[i]}">{escape(titles[i])}</th>' for i in used)
     body = "".join(
-        "<tr>"
-        + "".join(f'<td style="{style[i]}">{escape(formats.plain(row[i]))}</td>' for i in used)
-        + "</tr>"
+        "<tr>" + "".join(f'<td style="{style[i]}">{escape(formats.plain(row[i]))}</td>' for i in used) + "</tr>"
         for row in rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -217,9 +217,7 @@ class RunState:
         rank.sample = message.sample or rank.sample
         rank.where = message.where
         seen = rank.bars_seen
-        rank.bars_seen = {
-            bar.id: seen.get(bar.id) or (rank.heard, fraction(bar) or 0.0) for bar in message.bars
-        }
+        rank.bars_seen = {bar.id: seen.get(bar.id) or (rank.heard, fraction(bar) or 0.0) for bar in message.bars}
 
     def _metrics(self, message: Metrics) -> None:
         rank = self._rank(message.rank)

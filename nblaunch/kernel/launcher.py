@@ -115,9 +115,7 @@ def notebook_launcher(
     return _launch(function, args, kwargs, chosen, block)
 
 
-def debug_launcher(
-    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = 2
-) -> Run:
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = 2) -> Run:
     """Run `function(*args)` on ranks that keep to the CPU, for tests; see `notebook_launcher`."""
     return notebook_launcher(function, args, num_processes, devices="cpu")
 
@@ -134,7 +132,11 @@ def last_run() -> Run:
 
 
 def _launch(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], config: LaunchConfig, block: bool
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    config: LaunchConfig,
+    block: bool,
 ) -> Run:
     global _last
     pickled = payload.dump_call(function, args, kwargs)

@@ -37,7 +37,9 @@ class Run:
     Made by `notebook_launcher` and `load_run`.
     """
 
-    def __init__(self, name: str, config: LaunchConfig, run_id: str = "", home: Mapping[int, Any] | None = None) -> None:
+    def __init__(
+        self, name: str, config: LaunchConfig, run_id: str = "", home: Mapping[int, Any] | None = None
+    ) -> None:
         self.name = name
         self.config = config
         self.state = RunState(name, config)
@@ -60,7 +62,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """"starting", "running", "stopping", "done", "failed" or "stopped"."""
+        """ "starting", "running", "stopping", "done", "failed" or "stopped"."""
         return self.state.status
 
     @property

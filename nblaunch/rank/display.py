@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 _LARGEST = 5_000_000
 """Bytes of one display; of more the text alone is sent."""
-_INLINE_BACKENDS = ("inline", "module://matplotlib_inline.backend_inline", "module://ipykernel.pylab.backend_inline")
+_INLINE_BACKENDS = (
+    "inline",
+    "module://matplotlib_inline.backend_inline",
+    "module://ipykernel.pylab.backend_inline",
+)
 
 current: Displayer | None = None
 """The displayer of this process, for the matplotlib backend, which matplotlib loads by its name alone."""

@@ -1,8 +1,8 @@
 """A rank from its start to its exit.
 
-    forked, or started by exec
-      -> Begin from the agent -> surroundings -> payload -> the user's function -> Result or Failure
-      -> Dismiss, once all ranks have returned -> exit handlers, threads, process group, output -> exit
+forked, or started by exec
+  -> Begin from the agent -> surroundings -> payload -> the user's function -> Result or Failure
+  -> Dismiss, once all ranks have returned -> exit handlers, threads, process group, output -> exit
 """
 
 from __future__ import annotations
@@ -74,16 +74,19 @@ def _run(channel_fd: int, stdout_fd: int, stderr_fd: int, payload_fd: int) -> No
     assert isinstance(message, Begin)
     reporter = Reporter(channel, message.rank, message.launch.run)
     code = 0
+    before = frozenset(sys.modules)
     try:
-        before = frozenset(sys.modules)
-        value, received = _call(message, reporter, payload_fd)
+        value = _call(message, reporter, payload_fd)
         reporter.finish()
         reporter.send(Imported(message.rank, installed_modules(before)))
-        _send_result(reporter, message, value, received)
-        reporter.send(State(message.rank, "returned", time.time()))
-        _await_dismissal(channel)
+        _return(channel, reporter, message, value)
     except BaseException as error:
-        code = _report(reporter, message, error)
+        reporter.finish()
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            _return(channel, reporter, message, None)
+        else:
+            reporter.send(failure.describe(error, message.rank, message.launch.run, _received.labels))
+            code = 1
     finally:
         ending.end(reporter, code)
 
@@ -91,47 +94,30 @@ def _run(channel_fd: int, stdout_fd: int, stderr_fd: int, payload_fd: int) -> No
 _received = payload.Received(print, (), {})
 
 
-def _call(message: Begin, reporter: Reporter, payload_fd: int) -> tuple[object, payload.Received]:
+def _call(message: Begin, reporter: Reporter, payload_fd: int) -> object:
     """Set the process up as the launch asks and run the user's function in it."""
     global _received
     launch = message.launch
     config = from_mapping(launch.config)
-    main = surroundings.fresh_main(launch.sources, payload_fd)
     surroundings.prepare(message, config)
+    main = surroundings.fresh_main(launch.sources, payload_fd)
     install_hooks(reporter, message)
     world_size = int(message.environment["WORLD_SIZE"])
     context.enter(context.RankContext(config, message.rank, message.local_rank, world_size, reporter))
     reporter.start(message.device)
     _received = payload.load_call(payload_fd, main)
     reporter.send(State(message.rank, "running", time.time()))
-    return _received.function(*_received.args, **_received.kwargs), _received
+    return _received.function(*_received.args, **_received.kwargs)
 
 
-def _send_result(reporter: Reporter, message: Begin, value: object, received: payload.Received) -> None:
+def _return(channel: Channel, reporter: Reporter, message: Begin, value: object) -> None:
+    """Send the return value home, and stay until all ranks have returned: they may need this one's connections."""
+    run = message.launch.run
     try:
-        fd = payload.dump_home(value, received.labels)
+        reporter.send(Result(message.rank, run), (payload.dump_home(value, _received.labels),))
     except Exception as error:
-        from nblaunch.wire.culprit import find_part
-
-        what = find_part("the return value", value, error)
-        raise failure.ResultUnsendable(what) from None
-    reporter.send(Result(message.rank, message.launch.run), (fd,))
-
-
-def _report(reporter: Reporter, message: Begin, error: BaseException) -> int:
-    """Say why this rank did not return; gives the exit code."""
-    if isinstance(error, SystemExit) and error.code in (None, 0):
-        reporter.finish()
-        _send_result(reporter, message, None, _received)
-        reporter.send(State(message.rank, "returned", time.time()))
-        return 0
-    reporter.finish()
-    reporter.send(failure.describe(error, message.rank, message.launch.run, _received.labels))
-    return 1
-
-
-def _await_dismissal(channel: Channel) -> None:
-    """Stay until all ranks have returned: others may still need this one's connections."""
+        reporter.send(failure.unsendable(value, error, message.rank, run))
+    reporter.send(State(message.rank, "returned", time.time()))
     while not channel.closed:
         if any(isinstance(frame.open(), Dismiss) for frame in channel.wait()):
             return

@@ -76,7 +76,13 @@ class RunningBar:
     """A bar that is being counted up; the reporter looks at it a few times a second."""
 
     def __init__(self, number: int, description: str, total: float | None, unit: str, depth: int) -> None:
-        self.number, self.description, self.total, self.unit, self.depth = number, description, total, unit, depth
+        self.number, self.description, self.total, self.unit, self.depth = (
+            number,
+            description,
+            total,
+            unit,
+            depth,
+        )
         self.n: float = 0
         self.postfix = ""
         self.closed = False
@@ -93,7 +99,15 @@ class RunningBar:
         then, before = self._marks[0]
         rate = (self.n - before) / (now - then) if now > then and self.n > before else None
         return Bar(
-            self.number, self.description, self.n, self.total, rate, self.unit, self.depth, self.closed, self.postfix
+            self.number,
+            self.description,
+            self.n,
+            self.total,
+            rate,
+            self.unit,
+            self.depth,
+            self.closed,
+            self.postfix,
         )
 
 
@@ -271,7 +285,7 @@ class Reporter:
             self._tokens -= count
             return rows, 0
         every = math.ceil(count / max(self._tokens, 1.0))
-        kept = rows[:: -every][::-1]
+        kept = rows[::-every][::-1]
         kept_count = sum(len(row[2]) for row in kept)
         self._tokens = max(0.0, self._tokens - kept_count)
         return kept, count - kept_count
@@ -301,5 +315,3 @@ def _ready(value: Any) -> bool:
 
 def _read(value: Any) -> float:
     return float(value) if isinstance(value, float | int) else value.value()
-
-

@@ -95,7 +95,6 @@ def _limits() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-
 _forks_in_main_thread = True
 
 

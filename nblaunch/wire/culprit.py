@@ -9,7 +9,6 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-
 _SECONDS = 10.0
 _DEPTH = 30
 
@@ -43,7 +42,10 @@ def largest_parts(
 
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [*((f"args[{i}]", arg) for i, arg in enumerate(args)), *((f"kwargs[{k!r}]", v) for k, v in kwargs.items())]
+    return [
+        *((f"args[{i}]", arg) for i, arg in enumerate(args)),
+        *((f"kwargs[{k!r}]", v) for k, v in kwargs.items()),
+    ]
 
 
 def _descend(steps: list[str], thing: Any, failure: Exception, until: float) -> tuple[list[str], Any, Exception]:

@@ -396,5 +396,3 @@ class Begin(Message):
 
 class Dismiss(Message):
     """All ranks have returned: end."""
-
-

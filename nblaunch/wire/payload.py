@@ -9,17 +9,19 @@ that number, so that the notebook gets its own class back and neither it nor its
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import io
 import linecache
 import mmap
 import os
 import pickle
+import re
 import sys
 import tempfile
 import types
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,9 +54,9 @@ class Received:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    labels: dict[int, int] = field(default_factory=lambda: dict[int, int]())
+    labels: dict[int, int] = field(default_factory=dict[int, int])
     """`id` of a function or class that came with the payload to its number."""
-    labelled: list[Any] = field(default_factory=lambda: list[Any]())
+    labelled: list[Any] = field(default_factory=list[Any])
     """Those functions and classes, kept alive so that the ids stay theirs."""
 
 
@@ -77,7 +79,7 @@ def dump_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
     except Exception as error:
         raise PayloadError(find_culprit(function, args, kwargs, error)) from None
     fd, nbytes = _write(stream.getbuffer(), buffers)
-    return Payload(fd, nbytes, pickler.home, _sources(pickler.files))
+    return Payload(fd, nbytes, pickler.home, _sources(pickler.files, pickler.home.values()))
 
 
 def load_call(fd: int, main: types.ModuleType) -> Received:
@@ -126,9 +128,7 @@ def load_home(source: int | bytes, home: Mapping[int, Any]) -> Any:
 class TensorPickler(cloudpickle.Pickler):
     """cloudpickle with torch storages out of band, each once, and code objects that keep their file's name."""
 
-    def __init__(
-        self, stream: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None
-    ) -> None:
+    def __init__(self, stream: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> None:
         # the C pickler looks the table up once, as it is made
         self.dispatch_table = ChainMap({types.CodeType: self._reduce_code}, cloudpickle.Pickler.dispatch_table)
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
@@ -169,17 +169,20 @@ class TensorPickler(cloudpickle.Pickler):
 class CallPickler(TensorPickler):
     """Pickles a call in the kernel; numbers what goes by value."""
 
-    def __init__(
-        self, stream: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None
-    ) -> None:
+    def __init__(self, stream: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> None:
         super().__init__(stream, buffer_callback)
         self.home: dict[int, Any] = {}
         self._main_globals = {"__name__": _MAIN}
         self.globals_ref[id(vars(sys.modules[_MAIN]))] = self._main_globals
+        self._shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
     def persistent_id(self, obj: Any) -> Any:
-        """The namespace of the notebook's functions is that of the rank's fresh `__main__`."""
-        return ("main",) if obj is self._main_globals else None
+        """The namespace of the notebook's functions is that of the rank's fresh `__main__`; its shell is the rank's."""
+        if obj is self._main_globals:
+            return ("main",)
+        if self._shell is not None and (obj is self._shell or getattr(obj, "__self__", None) is self._shell):
+            return ("shell", "" if obj is self._shell else obj.__name__)
+        return None
 
     def reducer_override(self, obj: Any) -> Any:
         """Give functions and classes that go by value a number."""
@@ -228,7 +231,10 @@ class _CallUnpickler(pickle.Unpickler):
         self.labelled: list[Any] = []
 
     def persistent_load(self, pid: Any) -> Any:
-        return vars(self._main)
+        if pid[0] == "main":
+            return vars(self._main)
+        get_shell: Any = vars(builtins).get("get_ipython")  # what stands for the notebook's shell in a rank
+        return get_shell if pid[1] == "get_ipython" else get_shell() if not pid[1] else getattr(get_shell(), pid[1])
 
     def find_class(self, module: str, name: str, /) -> Any:
         if module == __name__ and name == _labelled.__name__:
@@ -352,7 +358,19 @@ def _align(offset: int) -> int:
     return -(-offset // _PAGE) * _PAGE
 
 
-def _sources(files: set[str]) -> dict[str, str]:
+def _sources(files: set[str], things: Iterable[Any]) -> dict[str, str]:
     """The text of those files that exist only in this process's linecache, as a notebook's cells do."""
-    texts = {name: "".join(linecache.getlines(name)) for name in files if not os.path.exists(name)}
+    classes = {thing.__name__ for thing in things if isinstance(thing, type) and thing.__module__ == _MAIN}
+    names = {name for name in files if not os.path.exists(name)} | _files_defining(classes)
+    texts = {name: "".join(linecache.getlines(name)) for name in sorted(names)}
     return {name: text for name, text in texts.items() if text}
+
+
+def _files_defining(classes: set[str]) -> set[str]:
+    """The newest cell that defines each class: a class without methods has no code that would tell."""
+    found: dict[str, str] = {}
+    for name, entry in list(linecache.cache.items()):
+        if len(entry) == 4 and entry[1] is None and not os.path.exists(name):
+            text = "".join(entry[2])
+            found.update({kind: name for kind in classes if re.search(rf"^\s*class {kind}\b", text, re.MULTILINE)})
+    return set(found.values())

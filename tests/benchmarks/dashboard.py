@@ -20,12 +20,11 @@ from pathlib import Path
 from comm import DummyComm
 from jupyter_client.session import Session
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-
-from dashboard.scripted import RUN, ScriptedRun
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from nblaunch.dashboard.widget import RunWidget
 from nblaunch.wire.messages import Metrics
+from tests.dashboard.scripted import RUN, ScriptedRun
 
 NAMES = ["train/loss", "accuracy", "samples/s"]
 FRAMES = 40
@@ -41,9 +40,7 @@ class Wire(DummyComm):
     def publish_msg(self, msg_type, data=None, metadata=None, buffers=None, **keys):
         content = {"comm_id": self.comm_id, "data": data or {}}
         message = self.session.msg(msg_type, content, metadata=metadata)
-        Wire.bytes += sum(map(len, self.session.serialize(message))) + sum(
-            len(buffer) for buffer in buffers or []
-        )
+        Wire.bytes += sum(map(len, self.session.serialize(message))) + sum(len(buffer) for buffer in buffers or [])
 
 
 def batch(rank: int, steps: range) -> Metrics:
@@ -108,16 +105,13 @@ def soak(minutes: int) -> None:
         before = before or megabytes()
         print(f"  minute {minute:2}: {megabytes():6.1f} MB")
     share = (time.process_time() - start) / (60 * minutes)
-    print(
-        f"  grew by {megabytes() - before:.1f} MB after the first minute; {share:.1%} of a core, making the messages included"
-    )
+    grown = megabytes() - before
+    print(f"  grew by {grown:.1f} MB after the first minute; {share:.1%} of a core, with making the messages")
 
 
 def main() -> None:
     """Print the table and the soak."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     print(f"{'ranks':>5} {'steps':>10} {'CPU a frame':>12} {'bytes a frame':>14}")
@@ -125,10 +119,7 @@ def main() -> None:
         for steps in (1_000,) if quick else (1_000, 1_000_000):
             cpu, size = measure(ranks, steps)
             print(f"{ranks:5} {steps:10,} {cpu:9.2f} ms {size:11.2f} kB")
-    start, messages = (
-        time.process_time(),
-        [batch(r, range(i * 50, i * 50 + 16)) for i in range(200) for r in range(8)],
-    )
+    messages = [batch(rank, range(16 * i, 16 * i + 16)) for i in range(200) for rank in range(8)]
     run = ScriptedRun(8).start()
     start = time.process_time()
     for message in messages:

@@ -68,9 +68,7 @@ class Server:
         self.token = secrets.token_hex(16)
         self.notebooks = folder / "notebooks"
         self.notebooks.mkdir()
-        quiet = (
-            folder / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
-        )
+        quiet = folder / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
         quiet.parent.mkdir(parents=True)
         quiet.write_text('{"fetchNews": "false", "checkForUpdates": false}')
         runtime = folder / "runtime"
@@ -80,7 +78,7 @@ class Server:
             "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
             "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
             "IPYTHONDIR": str(folder / "ipython"),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "PYTHONPATH": str(ROOT),
         }
         command = [
             sys.executable,
@@ -164,9 +162,7 @@ class Lab:
 
     def command(self, name: str, **arguments) -> None:
         """Run a command of JupyterLab's to its end."""
-        self.page.evaluate(
-            "([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, arguments]
-        )
+        self.page.evaluate("([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, arguments])
 
     def begin(self, name: str, **arguments) -> None:
         """Run a command of JupyterLab's and go on."""

@@ -6,10 +6,9 @@ import base64
 import json
 from pathlib import Path
 
-from dashboard.scripted import ScriptedRun
-
 import nblaunch.dashboard
 from nblaunch.dashboard.frames import FrameWriter
+from tests.dashboard.scripted import ScriptedRun
 
 FILES = Path(nblaunch.dashboard.__file__).parent
 COLOURS = {
@@ -64,9 +63,7 @@ class Stage:
     def push(self, full: bool = False) -> Stage:
         """Send a frame, and wait until it is drawn."""
         frame, curves = self.writer.full() if full else self.writer.delta()
-        self.page.evaluate(
-            "([frame, curves]) => push(frame, curves)", [frame, base64.b64encode(curves).decode()]
-        )
+        self.page.evaluate("([frame, curves]) => push(frame, curves)", [frame, base64.b64encode(curves).decode()])
         assert self.errors == []
         return self
 

@@ -149,9 +149,7 @@ nblaunch.notebook_launcher(train, num_processes=2, devices="cpu", name=attack)
 
 
 def test_a_second_display_of_a_run_shows_its_present_state(lab):
-    second = (
-        "from nblaunch.dashboard import open_view\nopen_view(run.state, 'widget', run.request_stop).start()"
-    )
+    second = "from nblaunch.dashboard import open_view\nopen_view(run.state, 'widget', run.request_stop).start()"
     lab.open(
         "twice.ipynb",
         TRAIN,
@@ -167,9 +165,7 @@ def test_a_second_display_of_a_run_shows_its_present_state(lab):
     points = "(n) => n.querySelector('.nbl-line').getAttribute('d').split('L').length"
     drawn = page.evaluate(f"() => [...document.querySelectorAll('.nbl')].map({points})")
     assert drawn[0] == drawn[1] > 20, "both draw the whole curve"
-    page.wait_for_function(
-        "() => document.querySelectorAll('.nblaunch-snapshot').length === 2", timeout=60_000
-    )
+    page.wait_for_function("() => document.querySelectorAll('.nblaunch-snapshot').length === 2", timeout=60_000)
 
 
 @pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])

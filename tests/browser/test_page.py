@@ -1,12 +1,12 @@
 """What the page shows of a run in every state and size; the pictures are in shots/ for people to look at."""
 
 import pytest
-from dashboard.scripted import RUN, ScriptedRun, metrics
 
-from browser.conftest import keep
-from browser.stage import Stage
 from nblaunch.dashboard.curves import CAPACITY
 from nblaunch.wire.messages import Display, Notice
+from tests.browser.conftest import keep
+from tests.browser.stage import Stage
+from tests.dashboard.scripted import RUN, ScriptedRun, metrics
 
 
 @pytest.fixture
@@ -63,9 +63,7 @@ def test_it_prints_whole(page):
     keep("8-running-print", page.locator(".nbl").screenshot())
     assert page.locator(".nbl-stop").is_hidden()
     assert (
-        page.evaluate(
-            "() => { const l = document.querySelector('.nbl-log'); return l.scrollHeight - l.clientHeight; }"
-        )
+        page.evaluate("() => { const l = document.querySelector('.nbl-log'); return l.scrollHeight - l.clientHeight; }")
         <= 1
     )
 
@@ -144,11 +142,7 @@ def test_the_keyboard_reaches_everything(page):
     seen = []
     for _ in range(30):
         page.keyboard.press("Tab")
-        seen.append(
-            page.evaluate(
-                "() => document.activeElement.className.baseVal ?? document.activeElement.className"
-            )
-        )
+        seen.append(page.evaluate("() => document.activeElement.className.baseVal ?? document.activeElement.className"))
     assert any("nbl-stop" in name for name in seen)
     assert any("nbl-plot" in name for name in seen)
     assert any("nbl-log" in name for name in seen)

@@ -122,10 +122,7 @@ class ScriptedRun:
 
     def _loss(self, step: int, rank: int) -> float:
         return (
-            0.2
-            + 1.9 * math.exp(-step / 600)
-            + 0.05 * math.exp(-step / 2000) * self.random.gauss(0, 1)
-            + 0.001 * rank
+            0.2 + 1.9 * math.exp(-step / 600) + 0.05 * math.exp(-step / 2000) * self.random.gauss(0, 1) + 0.001 * rank
         )
 
     def _progress(self, rank: int) -> Progress:
@@ -153,9 +150,7 @@ class ScriptedRun:
         """What a training prints."""
         self.write(0, "epoch 1  val accuracy 88.1 %", "epoch 2  val accuracy \x1b[1;32m93.8 %\x1b[0m")
         for rank in range(min(self.ranks, 2)):
-            self.write(
-                rank, "UserWarning: lr_scheduler.step() was called before optimizer.step()", stream="stderr"
-            )
+            self.write(rank, "UserWarning: lr_scheduler.step() was called before optimizer.step()", stream="stderr")
         return self.write(0, "saved checkpoints/checkpoint_2 (all ranks, 1.2 GB, 0.8 s)")
 
     def finish(self) -> ScriptedRun:
@@ -191,7 +186,5 @@ class ScriptedRun:
         ]
         self.write(rank, "loading shard 3 of 8", "found 1 batch with labels outside 0..9")
         self.write(rank, "ValueError: label 11 is out of range", stream="stderr")
-        self.apply(
-            [cause, *others, Finished(run=RUN, status="failed", time=self.now, cause=cause, others=others)]
-        )
+        self.apply([cause, *others, Finished(run=RUN, status="failed", time=self.now, cause=cause, others=others)])
         return self

@@ -48,9 +48,7 @@ def test_a_terminal_and_a_file(monkeypatch):
 
 
 def test_without_ipython_nothing_is_imported_to_find_out():
-    code = (
-        "import sys; from nblaunch.dashboard import choose; print(choose('auto'), 'IPython' in sys.modules)"
-    )
+    code = "import sys; from nblaunch.dashboard import choose; print(choose('auto'), 'IPython' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.split() == ["lines", "False"]
 
@@ -69,7 +67,7 @@ def test_in_a_notebook_that_nbclient_executes():
     [("terminal", terminal.LiveView), ("captured", terminal.CapturedView), ("lines", terminal.LinesView)],
 )
 def test_open_view_gives_the_view_of_its_kind(monkeypatch, kind, view):
-    from dashboard.scripted import ScriptedRun
+    from tests.dashboard.scripted import ScriptedRun
 
     monkeypatch.setattr("nblaunch.dashboard.choose", lambda choice: kind)
     opened = open_view(ScriptedRun(1).state, "auto", lambda: None)

@@ -3,9 +3,9 @@
 import json
 import struct
 
-from dashboard.scripted import RUN, ScriptedRun, metrics
 from nblaunch.dashboard.frames import LINES_A_FRAME, FrameWriter
 from nblaunch.wire.messages import Display, Output
+from tests.dashboard.scripted import RUN, ScriptedRun, metrics
 
 
 def blocks(data: bytes) -> dict[int, list[list[float]]]:

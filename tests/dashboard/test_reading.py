@@ -2,13 +2,13 @@
 
 import pytest
 
-from dashboard.scripted import RUN, ScriptedRun, metrics
 from nblaunch.config import LaunchConfig
 from nblaunch.dashboard.reading import device_name
 from nblaunch.dashboard.rows import done_fraction
 from nblaunch.dashboard.series import charts, main_metric, split_role
 from nblaunch.dashboard.state import RunState
 from nblaunch.wire.messages import Bar, Device, Progress
+from tests.dashboard.scripted import RUN, ScriptedRun, metrics
 
 
 def test_the_line_at_the_top():

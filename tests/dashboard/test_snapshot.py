@@ -5,11 +5,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dashboard.scripted import RUN, ScriptedRun, metrics
 from nblaunch.config import LaunchConfig
 from nblaunch.dashboard import snapshot
 from nblaunch.dashboard.state import RunState
 from nblaunch.wire.messages import Display, Failure, Finished, Frame, Output
+from tests.dashboard.scripted import RUN, ScriptedRun, metrics
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(1)>$x^2$"
 
@@ -60,9 +60,7 @@ def test_what_comes_from_a_rank_is_escaped():
     state.apply(Display(rank=1, data={"text/html": ATTACK, "text/plain": ATTACK}))
     state.apply(Display(rank=1, data={"image/png": '"><script>alert(1)</script>'}))
     frame = Frame(filename=ATTACK, lineno=1, name=ATTACK, line=ATTACK)
-    cause = Failure(
-        rank=0, kind="exception", time=0.0, type=ATTACK, message=ATTACK, text=ATTACK, frames=[frame]
-    )
+    cause = Failure(rank=0, kind="exception", time=0.0, type=ATTACK, message=ATTACK, text=ATTACK, frames=[frame])
     state.apply(Finished(run=RUN, status="failed", time=1.0, cause=cause))
     html = snapshot.html(state)
     assert "script" not in tags(html)

@@ -3,7 +3,6 @@
 import sys
 import threading
 
-from dashboard.scripted import RUN, ScriptedRun, metrics
 from nblaunch.config import LaunchConfig
 from nblaunch.dashboard.displays import LARGEST
 from nblaunch.dashboard.state import RunState
@@ -18,6 +17,7 @@ from nblaunch.wire.messages import (
     RankUpdate,
     Refused,
 )
+from tests.dashboard.scripted import RUN, ScriptedRun, metrics
 
 
 def test_a_run_from_start_to_end():
@@ -126,9 +126,7 @@ def test_importing_the_state_loads_nothing_heavy():
     import subprocess
 
     code = "import sys, nblaunch.dashboard, nblaunch.dashboard.state; print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     heavy = {"torch", "numpy", "matplotlib", "rich", "IPython", "anywidget", "ipywidgets"}
     assert heavy.isdisjoint(loaded)
 

@@ -8,8 +8,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from dashboard.scripted import ScriptedRun
 from nblaunch.dashboard import terminal
+from tests.dashboard.scripted import ScriptedRun
 
 
 def test_lines_at_the_start_at_each_tenth_and_at_the_end(capsys):
@@ -63,7 +63,7 @@ def test_a_terminal_is_drawn_and_left_clean(monkeypatch):
 
 
 CELL = """
-from dashboard.scripted import ScriptedRun
+from tests.dashboard.scripted import ScriptedRun
 from nblaunch.dashboard import open_view
 run = ScriptedRun(2, epochs=1, batches=100, speed=10).start()
 view = open_view(run.state, "auto", lambda: None)
@@ -78,8 +78,7 @@ for _ in range(20):
 def test_a_captured_notebook_keeps_the_snapshot(monkeypatch, finish):
     from pathlib import Path
 
-    tests = Path(__file__).parents[1]
-    monkeypatch.setenv("PYTHONPATH", f"{tests.parent}:{tests}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     code = CELL + ("run.finish()\nview.finish()" if finish else "")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     NotebookClient(notebook).execute()

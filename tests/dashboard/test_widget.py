@@ -6,9 +6,9 @@ import time
 import pytest
 from comm import DummyComm
 
-from dashboard.scripted import ScriptedRun
 from nblaunch.dashboard import widget
 from nblaunch.dashboard.widget import Feed, RunWidget, WidgetView
+from tests.dashboard.scripted import ScriptedRun
 
 
 class Comm(DummyComm):
