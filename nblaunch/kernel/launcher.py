@@ -153,8 +153,7 @@ def _launch(
         if block:
             run.wait()
     except KeyboardInterrupt:
-        run.abandon()
-        raise
+        raise run.abandon() from None
     return run
 
 
