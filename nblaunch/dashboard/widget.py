@@ -18,6 +18,7 @@ from nblaunch.dashboard.snapshot import StaticDisplay
 if TYPE_CHECKING:
     from nblaunch.dashboard.state import RunState
 
+_PICTURES = "nblaunch.dashboard.pictures"
 INTERVAL = 0.25
 """Seconds between two frames: Jupyter's limits on messages are far, and no eye needs more."""
 
@@ -99,8 +100,8 @@ class Feed:
     def _run(self) -> None:
         while not self._close_if_unseen() and not self.state.over:
             self.widget.push()
-            if self.state.metrics and "matplotlib.figure" not in sys.modules:
-                importlib.import_module("matplotlib.figure")  # for the snapshot: now nobody waits for it
+            if self.state.metrics and _PICTURES not in sys.modules:
+                importlib.import_module(_PICTURES)  # for the snapshot: now nobody waits for it
             self.widget.woken.wait(INTERVAL)
             self.widget.woken.clear()
         self.widget.push()

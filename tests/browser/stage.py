@@ -16,8 +16,8 @@ COLOURS = {
     "dark": {"--jp-layout-color0": "#111", "--jp-ui-font-color0": "#fff", "--jp-brand-color1": "#2196f3"},
 }
 """What JupyterLab's two themes set."""
-PAGE = """<!doctype html><meta charset="utf-8"><style>:root {{ {colours} }} {css}</style>
-<body style="margin: 12px; background: var(--jp-layout-color0)" data-jp-theme-light="{light}">
+PAGE = """<!doctype html><meta charset="utf-8"><style>{css}</style>
+<body style="margin: 12px; background: var(--jp-layout-color0)">
 <div id="here"></div>
 <script type="module">
 const source = {source};
@@ -44,21 +44,23 @@ window.push = (frame, curves) => {{
 class Stage:
     """One page with one view of one scripted run."""
 
-    def __init__(self, page, run: ScriptedRun, theme: str = "light") -> None:
+    def __init__(self, page, run: ScriptedRun) -> None:
         self.page, self.run = page, run
         self.errors: list[str] = []
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.writer = FrameWriter(run.state)
-        page.set_content(
-            PAGE.format(
-                colours=";".join(f"{name}: {value}" for name, value in COLOURS[theme].items()),
-                css=(FILES / "widget.css").read_text(),
-                light=str(theme == "light").lower(),
-                source=json.dumps((FILES / "widget.js").read_text()).replace("</", "<\\/"),
-            )
-        )
+        css, code = ((FILES / name).read_text() for name in ("widget.css", "widget.js"))
+        page.set_content(PAGE.format(css=css, source=json.dumps(code).replace("</", "<\\/")))
+        self.theme("light")
         page.wait_for_function("window.push !== undefined")
         self.push()
+
+    def theme(self, name: str) -> None:
+        """Set what JupyterLab's theme of this name sets."""
+        for variable, value in COLOURS[name].items():
+            self.page.evaluate("([n, v]) => document.body.style.setProperty(n, v)", [variable, value])
+        light = str(name == "light").lower()
+        self.page.evaluate("(light) => document.body.setAttribute('data-jp-theme-light', light)", light)
 
     def push(self, full: bool = False) -> Stage:
         """Send a frame, and wait until it is drawn."""

@@ -2,7 +2,9 @@
 
 import re
 
-import pytest
+import nbformat
+
+from tests.browser.conftest import ROOT
 
 TRAIN = """import math, random, time, warnings
 import nblaunch
@@ -32,7 +34,7 @@ def number_in(text: str) -> int:
     return int(re.search(r"(\d+)/", text)[1])
 
 
-def test_a_blocking_cell_shows_live_progress_and_leaves_a_snapshot(lab):
+def test_a_blocking_cell_is_shown_live_in_the_page_theme_and_leaves_a_snapshot(lab):
     lab.open("live.ipynb", TRAIN, BLOCKING).run(0).idle().run(1)
     page = lab.page
     row = page.locator(".nbl-ranks tbody tr").nth(1)
@@ -45,7 +47,11 @@ def test_a_blocking_cell_shows_live_progress_and_leaves_a_snapshot(lab):
     page.locator(".nbl-chart").nth(1).wait_for()
     page.locator(".nbl-log", has_text="epoch 0 done").wait_for()
     page.locator(".nbl-chart", has_text="val").wait_for()
-    lab.shot("live-2-light")
+    for name, least, most in (("JupyterLab Dark", 0, 40), ("JupyterLab Light", 240, 255)):
+        lab.theme(name)
+        background = "getComputedStyle(document.querySelector('.nbl')).backgroundColor.match(/\\d+/g)[0]"
+        assert least <= int(page.evaluate(background)) <= most
+        lab.shot(f"live-2-{name.split()[1].lower()}")
     lab.idle()
     page.wait_for_selector(".nblaunch-snapshot")
     assert page.locator(".nbl").count() == 0
@@ -168,15 +174,17 @@ def test_a_second_display_of_a_run_shows_its_present_state(lab):
     page.wait_for_function("() => document.querySelectorAll('.nblaunch-snapshot').length === 2", timeout=60_000)
 
 
-@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
-def test_the_theme_is_followed(lab, theme):
-    lab.open("theme.ipynb", TRAIN, BLOCKING).run(0).idle().run(1)
-    lab.page.locator(".nbl[data-status=running]").wait_for()
-    lab.theme(theme)
-    background = lab.page.evaluate(
-        "() => getComputedStyle(document.querySelector('.nbl')).backgroundColor.match(/\\d+/g).map(Number)[0]"
-    )
-    assert background > 240 if "Light" in theme else background < 40
-    lab.shot(f"theme-{theme.split()[1].lower()}")
-    lab.command("notebook:interrupt-kernel")
-    lab.idle()
+def test_the_notebook_of_the_dashboard_on_a_page(lab):
+    """Also makes the pictures of the README: `cp tests/browser/shots/readme-*.png docs/`."""
+    notebook = nbformat.read(ROOT / "notebooks" / "04_dashboard.ipynb", as_version=4)
+    function = next(cell.source for cell in notebook.cells if "def train" in cell.source)
+    launch = "notebook_launcher(train, (5,), kwargs={}, num_processes=4, devices='cpu')"
+    slow, failing = launch.format("{'slow_rank': 2}"), launch.format("{'fail_at': (1, 40)}")
+    lab.open("pictures.ipynb", function, slow, failing).run(0).idle().run(1)
+    page = lab.page
+    page.locator(".nbl-foot", has_text="Rank 2 waits").wait_for(timeout=60_000)
+    page.locator(".nbl-log", has_text="epoch 2").wait_for(timeout=60_000)
+    lab.shot("readme-running")
+    lab.idle().run(2).idle()
+    page.wait_for_selector(".nblaunch-snapshot >> text=Rank 1 raised ValueError")
+    lab.shot("readme-failed", ".jp-OutputArea:has(.nblaunch-snapshot b:has-text('Rank 1'))")

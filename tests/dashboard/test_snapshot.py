@@ -99,6 +99,7 @@ def test_the_figure_draws_what_is_asked_for():
     figure = snapshot.figure(state, "train/loss", "accuracy")
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["train/loss", "accuracy"]
     assert len(snapshot.figure(state).axes) == 3
+    assert figure._repr_png_().startswith(b"\x89PNG"), "a notebook shows it without pyplot"
     with pytest.raises(KeyError, match="no metric 'los' was logged; there are: train/loss"):
         snapshot.figure(state, "los")
 
