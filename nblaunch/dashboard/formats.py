@@ -43,8 +43,8 @@ def number(value: float) -> str:
     """A metric's value, with about four figures that count and decimals that line up.
 
     Example:
-        >>> number(0.21307), number(93.8), number(12345), number(0.00001234), number(float("nan"))
-        ('0.2131', '93.80', '12,345', '1.23e-05', 'nan')
+        >>> number(0.21307), number(93.8), number(12345), number(0.0099), number(0.00001234), number(float("nan"))
+        ('0.2131', '93.80', '12,345', '0.009900', '1.23e-05', 'nan')
     """
     size = abs(value)
     if not math.isfinite(value):
@@ -53,8 +53,9 @@ def number(value: float) -> str:
         return f"{value:.2e}"
     if size >= 1000:
         return f"{value:,.0f}"
-    decimals = 1 if size >= 100 else 2 if size >= 10 else 3 if size >= 1 else 4
-    return f"{value:.{decimals}f}"
+    bounds = (100, 10, 1, 0.1, 0.01)
+    decimals = next((i for i, bound in enumerate(bounds, 1) if size >= bound), 6)
+    return f"{value:.{decimals}f}" if size else "0"
 
 
 def count(value: float) -> str:

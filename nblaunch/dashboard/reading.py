@@ -186,15 +186,19 @@ def _compare(state: RunState, rows: list[Row]) -> None:
 
 
 def _late(state: RunState) -> dict[int, str]:
-    """The ranks whose innermost bar is clearly behind the others', and by how much."""
-    bars = {rank.rank: bar for rank in state.ranks.values() if (bar := innermost(rank)) and bar.total}
-    if len(bars) < 2 or len({(bar.description, bar.total, bar.depth) for bar in bars.values()}) > 1:
+    """The ranks that are clearly behind the others, and by how many iterations of the innermost bar.
+
+    Ranks report at different moments, so that what one does in a second is no lag; nor are 3 % of an inner loop.
+    """
+    bars = {rank.rank: visible_bars(rank) for rank in state.ranks.values() if not rank.over}
+    shapes = {tuple((bar.description, bar.total) for bar in own) for own in bars.values()}
+    totals = [total or 0 for _, total in shapes.pop()] if len(shapes) == 1 else []
+    if len(bars) < 2 or not all(totals) or not totals:
         return {}
-    middle = statistics.median_high(bar.n for bar in bars.values())
-    total = next(iter(bars.values())).total or 1
-    a_second = statistics.median(bar.rate or 0 for bar in bars.values())  # ranks report at different moments
-    slack = max(2.0, 0.03 * total, a_second)
-    return {r: formats.count(middle - bar.n) for r, bar in bars.items() if middle - bar.n > slack}
+    position = {rank: state.ranks[rank].done * math.prod(totals) for rank in bars}
+    middle = statistics.median_high(position.values())
+    slack = max(2.0, 0.03 * totals[-1], statistics.median(own[-1].rate or 0 for own in bars.values()))
+    return {rank: formats.count(round(middle - at)) for rank, at in position.items() if middle - at > slack}
 
 
 def extremes(state: RunState, rows: list[Row]) -> list[tuple[int, str]]:

@@ -97,7 +97,7 @@ class StaticDisplay:
         if picture:
             data = {"image/png": base64.b64encode(picture).decode(), "text/plain": "charts of the run's metrics"}
             width = int.from_bytes(picture[16:20], "big")  # from the PNG's header
-            metadata = {"image/png": {"width": round(width / 1.5)}}
+            metadata = {"image/png": {"width": round(width / 1.5), "alt": "charts of the run's metrics"}}
             update_display(data, metadata=metadata, raw=True, display_id=self._picture)
 
     def _table_bundle(self) -> dict[str, str]:

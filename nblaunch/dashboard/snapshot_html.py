@@ -61,7 +61,8 @@ def _cause(data: dict[str, Any]) -> str:
         block += _fold("Whole traceback", f"<pre>{escape(formats.plain(cause.text)[-_TEXT_LIMIT:])}</pre>")
     if data["others"]:
         followed = "".join(f"<li>{escape(failures.title(other))}</li>" for other in data["others"][:64])
-        block += _fold("What followed from it", f"<ul>{followed}</ul>")
+        count = len(data["others"])
+        block += _fold(f"What followed on {count} more rank{'s' * (count > 1)}", f"<ul>{followed}</ul>")
     return block
 
 
@@ -151,4 +152,4 @@ def _is_figure(cell: str) -> bool:
 
 
 def _fold(summary: str, inner: str) -> str:
-    return f"<details><summary>{escape(summary)}</summary>{inner}</details>"
+    return f'<details style="margin-bottom:8px"><summary>{escape(summary)}</summary>{inner}</details>'

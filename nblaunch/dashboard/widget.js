@@ -41,7 +41,9 @@ function formatNumber(value) {
   const size = Math.abs(value);
   if (size >= 1e7 || (size > 0 && size < 1e-3)) return value.toExponential(2);
   if (size >= 1000) return Math.round(value).toLocaleString("en");
-  return value.toFixed(size >= 100 ? 1 : size >= 10 ? 2 : size >= 1 ? 3 : 4);
+  if (size === 0) return "0";
+  const bound = [100, 10, 1, 0.1, 0.01].findIndex((least) => size >= least);
+  return value.toFixed(bound < 0 ? 6 : bound + 1);
 }
 
 const formatStep = (step) => step.toLocaleString("en");
@@ -369,8 +371,8 @@ const FLAG_WORDS = [
 ];
 const MARKS = { f: "✕", x: "", s: "?", k: "…", l: "‹", w: "‹", u: "‹" };
 
-const flagClass = (flags) =>
-  flags.includes("f") ? "nbl-dead" : flags.includes("s") ? "nbl-silent" : /[klw]/.test(flags) ? "nbl-late" : "";
+const flagClass = (flags, late = /[kl]/) =>
+  flags.includes("f") ? "nbl-dead" : flags.includes("s") ? "nbl-silent" : late.test(flags) ? "nbl-late" : "";
 
 const flagWords = (flags) => FLAG_WORDS.filter(([flag]) => flags.includes(flag)).map(([, word]) => word);
 
@@ -547,7 +549,8 @@ class Strip {
       cell.classList.toggle("nbl-strong", share > 0.45 && values[i] !== null);
       const flag = [...row.flags][0];
       setText(cell.lastChild, flag ? `${row.rank}${MARKS[flag]}` : String(row.rank));
-      for (const name of ["nbl-dead", "nbl-silent", "nbl-late"]) cell.classList.toggle(name, flagClass(row.flags) === name);
+      const marked = flagClass(row.flags, /[kluw]/);
+      for (const name of ["nbl-dead", "nbl-silent", "nbl-late"]) cell.classList.toggle(name, marked === name);
       setAttribute(cell, "aria-pressed", String(pinned.has(row.rank)));
       const value = values[i] === null ? "" : `, ${this.write(values[i])}`;
       const label = [`rank ${row.rank}${value}`, ...flagWords(row.flags)].join(", ");
@@ -834,7 +837,7 @@ class Chart {
       return `${several ? `${this.layout[i][1]} ` : ""}${formatNumber(row[1])}${spread}`;
     });
     this.nearest = this.options.ranks ? this.nearestRank() : null;
-    if (this.nearest) texts.push(`rank ${this.nearest.rank} ${formatNumber(this.nearest.value)}`);
+    if (this.nearest) texts.unshift(`rank ${this.nearest.rank} ${formatNumber(this.nearest.value)}`);
     setText(this.readout, `step ${formatStep(this.cursor)} · ${texts.filter(Boolean).join(" · ")}`);
   }
 

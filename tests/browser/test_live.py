@@ -3,6 +3,7 @@
 import re
 
 import nbformat
+from nbconvert import HTMLExporter
 
 from tests.browser.conftest import ROOT
 
@@ -117,6 +118,9 @@ def test_a_saved_notebook_shows_the_run_without_a_kernel(lab):
     ]
     assert sum(len(str(output.data)) for output in outputs) < 150_000
     assert "widget" not in str(saved), "nothing that needs a kernel is left"
+    converted, _ = HTMLExporter().from_notebook_node(saved)
+    assert "Both ranks returned" in converted
+    assert outputs[1].data["image/png"][:200] in converted
     lab.command("notebook:shutdown-kernel")
     lab.reopen("saved.ipynb")
     lab.page.wait_for_selector(".jp-OutputArea-output img")
@@ -182,9 +186,11 @@ def test_the_notebook_of_the_dashboard_on_a_page(lab):
     slow, failing = launch.format("{'slow_rank': 2}"), launch.format("{'fail_at': (1, 40)}")
     lab.open("pictures.ipynb", function, slow, failing).run(0).idle().run(1)
     page = lab.page
+    page.set_viewport_size({"width": 1100, "height": 1000})
     page.locator(".nbl-foot", has_text="Rank 2 waits").wait_for(timeout=60_000)
     page.locator(".nbl-log", has_text="epoch 2").wait_for(timeout=60_000)
     lab.shot("readme-running")
     lab.idle().run(2).idle()
+    page.set_viewport_size({"width": 1100, "height": 1500})
     page.wait_for_selector(".nblaunch-snapshot >> text=Rank 1 raised ValueError")
     lab.shot("readme-failed", ".jp-OutputArea:has(.nblaunch-snapshot b:has-text('Rank 1'))")

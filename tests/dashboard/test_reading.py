@@ -152,3 +152,25 @@ def test_between_two_inner_loops_the_row_keeps_its_shape_and_never_goes_back():
     row = run.state.frame()["rows"][0]
     assert [label for _, label, _, _ in row.bars] == ["epoch 1/4", "batch 100/100"]
     assert row.done == before
+
+
+def test_who_is_first_in_the_next_epoch_makes_nobody_late():
+    run = ScriptedRun(2).start()
+    for rank, epoch, batch in ((0, 1, 10), (1, 2, 0)):
+        bars = [
+            Bar(id=1, description="epoch", n=epoch, total=5),
+            Bar(id=2, description="batch", n=batch, total=11, depth=1),
+        ]
+        run.state.apply(Progress(rank=rank, time=run.now, bars=bars))
+    assert [row.flags for row in run.state.frame()["rows"]] == ["", ""]
+
+
+def test_who_is_an_epoch_behind_is_late():
+    run = ScriptedRun(2).start()
+    for rank, epoch, batch in ((0, 1, 10), (1, 3, 0)):
+        bars = [
+            Bar(id=1, description="epoch", n=epoch, total=5),
+            Bar(id=2, description="batch", n=batch, total=11, depth=1),
+        ]
+        run.state.apply(Progress(rank=rank, time=run.now, bars=bars))
+    assert [row.note for row in run.state.frame()["rows"]] == ["12 behind", ""]

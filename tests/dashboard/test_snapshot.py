@@ -50,7 +50,7 @@ def test_the_root_cause_stands_first():
     html = snapshot.html(ScriptedRun(4).start().advance(2).fail(2).state)
     assert html.index("Rank 2 raised ValueError") < html.index("<table")
     assert "---&gt; 18     raise ValueError" in html
-    assert "What followed from it" in html
+    assert "What followed on 3 more ranks" in html
 
 
 def test_what_comes_from_a_rank_is_escaped():
