@@ -40,6 +40,7 @@ def fork_template(path: list[str]) -> socket.socket:
 
         def become_first() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
             close_all_but({0, 1, 2, theirs.fileno()})
             die_with_parent(agent)
             sys.path.extend(entry for entry in path if entry not in sys.path)

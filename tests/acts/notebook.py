@@ -125,7 +125,7 @@ class Notebook:
                 cell.stderr += content["text"]
             case "execute_result":
                 cell.result = content["data"].get("text/plain", "")
-            case "display_data":
+            case "display_data" | "update_display_data":
                 cell.displays.append(content["data"])
             case "error":
                 cell.error = content["ename"]
