@@ -12,7 +12,10 @@ from nblaunch.dashboard.snapshot_html import html
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from nblaunch.dashboard.rows import Row
     from nblaunch.dashboard.state import RunState
+
+_MOST_RANKS = 8
 
 __all__ = ["StaticDisplay", "figure", "html", "png", "text"]
 
@@ -24,6 +27,7 @@ def text(state: RunState) -> str:
     facts = ", ".join(part for part in (head["elapsed"], head["steps"], head["setup"]) if part)
     ended = state.status if state.over else f"{state.status}, unfinished when this was written"
     lines = [f"{state.name}: {ended}, {facts}"]
+    lines += [f"  {rank}" for rank in bar_lines(frame["rows"])]
     lines += [f"  {metric}" for metric in metric_lines(frame["charts"][:12])]
     if state.cause is not None:
         lines.append(f"{failures.title(state.cause)}:")
@@ -31,6 +35,16 @@ def text(state: RunState) -> str:
     if head["closing"]:
         lines.append(head["closing"])
     return formats.plain("\n".join(lines))
+
+
+def bar_lines(rows: list[Row]) -> list[str]:
+    """Each of the first ranks that have bars as one line: how far it is in each, and how fast."""
+    lines: list[str] = []
+    for row in rows[:_MOST_RANKS]:
+        parts = [f"{label} {pace}".strip() for _, label, _, pace in row.bars]
+        if parts:
+            lines.append(formats.plain(f"rank {row.rank}: {', '.join(parts)}"))
+    return lines
 
 
 def metric_lines(charts: list[dict[str, Any]]) -> list[str]:

@@ -72,15 +72,12 @@ text = run.logs(0); size = sum(f.stat().st_size for f in run.path.iterdir())
 
 
 def test_a_working_folder_that_cannot_be_written(notebook):
-    cell = notebook.run(
-        """
+    cell = notebook.run(f"""
 os.chdir("/proc")
 run = notebook_launcher(lambda: 5, num_processes=2)
-os.chdir(%r)
+os.chdir({str(notebook.folder)!r})
 print(run.results, run.path.parts[1])
-"""
-        % str(notebook.folder)
-    )
+""")
     assert "[5, 5] tmp" in cell.ok().stdout
     notices = notebook.evaluate("[n.text for n in run.state.notices]")
     assert any("can't be written" in text and "/tmp" in text for text in notices)
