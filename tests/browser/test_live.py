@@ -193,4 +193,6 @@ def test_the_notebook_of_the_dashboard_on_a_page(lab):
     lab.idle().run(2).idle()
     page.set_viewport_size({"width": 1100, "height": 1500})
     page.wait_for_selector(".nblaunch-snapshot >> text=Rank 1 raised ValueError")
-    lab.shot("readme-failed", ".jp-OutputArea:has(.nblaunch-snapshot b:has-text('Rank 1'))")
+    area = ".jp-OutputArea:has(.nblaunch-snapshot b:has-text('Rank 1'))"
+    page.locator(area).scroll_into_view_if_needed()
+    lab.shot("readme-failed", area, last=f"{area} img")
