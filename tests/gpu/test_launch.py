@@ -78,9 +78,7 @@ def test_memory_is_freed_after_a_run_and_after_an_interrupt(notebook):
 
 def test_device_samples_and_metrics_that_never_wait(notebook):
     notebook.run("run = notebook_launcher(train, (3.0,), num_processes=1)", timeout=120).ok()
-    sample = notebook.evaluate(
-        "(lambda s: (s.memory_used, s.memory_total, s.utilization))(run.state.ranks[0].sample)"
-    )
+    sample = notebook.evaluate("(lambda s: (s.memory_used, s.memory_total, s.utilization))(run.state.ranks[0].sample)")
     assert sample[0] > 2**30 and sample[1] > sample[0] and sample[2] >= 0
     assert notebook.evaluate("set(run.metrics.values('total'))") == {2000.0}
 
