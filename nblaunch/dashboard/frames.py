@@ -14,6 +14,7 @@ import msgspec
 
 from nblaunch.dashboard import failures, formats
 from nblaunch.dashboard.output import Line
+from nblaunch.dashboard.reading import notices
 from nblaunch.dashboard.rows import Row
 from nblaunch.wire.messages import Display, Failure
 
@@ -26,6 +27,7 @@ LINES_A_FRAME = 40
 LINES_IN_FULL = 600
 _BLOCK = struct.Struct("<IIIId")
 """Before each curve's rows: series, shift, rows, columns of a row, the first row's bucket."""
+_NOTICES = 6
 _SHOWN_AS = ("image/png", "image/jpeg", "image/svg+xml", "text/html", "text/plain")
 
 
@@ -55,7 +57,7 @@ class FrameWriter:
             self._changed(frame, "charts", self._layout(now["charts"]))
             self._changed(frame, "now", _latest(now["charts"]))
             self._changed(frame, "failure", _failure(self.state.cause, self.state.others))
-            self._changed(frame, "notices", self._notices())
+            self._changed(frame, "notices", notices(self.state)[-_NOTICES:])
             self._displays(frame)
             rows = [row for row in now["rows"] if self._rows.get(row.rank) != row]
             if rows:
@@ -79,7 +81,7 @@ class FrameWriter:
                 "charts": layout,
                 "now": _latest(now["charts"]),
                 "failure": _failure(self.state.cause, self.state.others),
-                "notices": self._notices(),
+                "notices": notices(self.state)[-_NOTICES:],
                 "displays": {"keep": [], "new": [_display(n, shown) for n, shown in self._others().items()]},
                 "rows": msgspec.to_builtins(now["rows"]),
                 "lines": [_line(line) for line in lines],
@@ -144,9 +146,6 @@ class FrameWriter:
         again = [line for line in joined if line.number < oldest]
         frame["lines"] = [_line(line) for line in again[-LINES_A_FRAME:] + fresh[-LINES_A_FRAME:]]
         frame["written"], frame["warnings"] = output.written, output.warnings
-
-    def _notices(self) -> list[list[Any]]:
-        return [[notice.level, notice.rank, notice.text] for notice in list(self.state.notices)[-6:]]
 
     def _others(self) -> dict[int, Display]:
         """What other ranks than 0 showed; rank 0's appear in the cell as they would have without a launch."""

@@ -50,11 +50,23 @@ def snapshot(state: RunState) -> dict[str, Any]:
         **frame(state),
         "curves": {name: curve.points() for name, curve in state.metrics.items()},
         "output": [(line.ranks, line.stream, line.text) for line in state.output.all],
-        "notices": [(notice.level, notice.rank, notice.text) for notice in state.notices],
+        "notices": notices(state),
         "cause": state.cause,
         "others": state.others,
         "displays": list(state.displays.kept.values()),
     }
+
+
+def notices(state: RunState) -> list[tuple[str, int, str]]:
+    """What a person should know about the run, and what of it is not shown: level, rank or -1, text."""
+    said = [(notice.level, notice.rank, notice.text) for notice in state.notices]
+    if state.thinned:
+        text = "More than 1,000 values a second were logged by one rank; what goes beyond was thinned evenly."
+        said.append(("info", -1, text))
+    if state.unshown:
+        text = f"Only the first {len(state.metrics)} metrics are shown; the run's folder has all."
+        said.append(("info", -1, text))
+    return said
 
 
 # ---- the run as a whole

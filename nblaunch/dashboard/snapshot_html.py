@@ -33,7 +33,7 @@ def html(state: RunState) -> str:
         _cause(data),
         _ranks(data),
         _metrics(data["charts"]),
-        _displays(data["displays"]),
+        _displays(data["displays"], state.displays.dropped),
         _output(state, data),
         f"<p>{escape(data['head']['closing'])}</p>" if data["head"]["closing"] else "",
     ]
@@ -109,9 +109,9 @@ def _output(state: RunState, data: dict[str, Any]) -> str:
     return block + _fold(summary, f"<pre>{escape(chr(10).join(lines))}</pre>")
 
 
-def _displays(displays: list[Display]) -> str:
+def _displays(displays: list[Display], dropped: int) -> str:
     """What ranks other than 0 displayed; what rank 0 did stands in the cell itself."""
-    left, blocks, dropped = _DISPLAY_LIMIT, list[str](), 0
+    left, blocks = _DISPLAY_LIMIT, list[str]()
     for display in displays:
         if display.rank == 0:
             continue

@@ -133,7 +133,7 @@ class Lab:
 
     def __init__(self, browser, server: Server) -> None:
         self.server = server
-        self.page = browser.new_page(viewport={"width": 1240, "height": 1000})
+        self.page = browser.new_page(viewport={"width": 1240, "height": 1000}, reduced_motion="reduce")
         self.errors: list[str] = []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.name = ""
@@ -169,6 +169,7 @@ class Lab:
         self.command("apputils:change-theme", theme=name)
         light = "true" if "Light" in name else "false"
         self.page.wait_for_selector(f'body[data-jp-theme-light="{light}"]', state="attached")
+        self.page.wait_for_selector("#jupyterlab-splash", state="detached")
 
     def run(self, cell: int) -> Lab:
         """Start a cell, and do not wait for it."""
@@ -188,9 +189,15 @@ class Lab:
         self.command("docmanager:save")
         return self.server.read(self.name)
 
-    def shot(self, name: str, selector: str = ".nbl") -> None:
-        """A picture of the first element that fits, for people to look at."""
-        keep(name, self.page.locator(selector).first.screenshot())
+    def shot(self, name: str, selector: str = ".nbl", last: str = "") -> None:
+        """A picture of the first element that fits, down to the first that fits `last`, for people to look at."""
+        element = self.page.locator(selector).first
+        if not last:
+            keep(name, element.screenshot())
+            return
+        box, end = element.bounding_box(), self.page.locator(last).first.bounding_box()
+        box["height"] = end["y"] + end["height"] - box["y"]
+        keep(name, self.page.screenshot(clip=box))
 
     def close(self) -> None:
         """Shut the kernel down and close the page; an error of the page's fails the test."""

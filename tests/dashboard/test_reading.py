@@ -174,3 +174,11 @@ def test_who_is_an_epoch_behind_is_late():
         ]
         run.state.apply(Progress(rank=rank, time=run.now, bars=bars))
     assert [row.note for row in run.state.frame()["rows"]] == ["12 behind", ""]
+
+
+def test_what_is_not_shown_is_told():
+    state = RunState("train", LaunchConfig())
+    batch = metrics(0, {"loss": [1.0]}, 0, 0.0)
+    batch.thinned = 7
+    state.apply(batch)
+    assert "thinned evenly" in state.snapshot_data()["notices"][0][2]
