@@ -88,6 +88,8 @@ class RankProcess:
             for name in ("stdout", "stderr")
         ]
         self.pid = 0
+        self.unborn = False
+        """It was to be forked, and never will be."""
         self._pidfd = -1
         self.state = "starting"
         self.failure: Failure | None = None
@@ -97,6 +99,11 @@ class RankProcess:
     def alive(self) -> bool:
         """Whether its process exists and has not been reaped."""
         return self._pidfd >= 0
+
+    @property
+    def expected(self) -> bool:
+        """Whether its process is still to come."""
+        return not self.pid and not self.unborn
 
     def rank_fds(self, payload: int) -> list[int]:
         """Descriptors for the rank itself: channel, stdout, stderr, payload; whoever passes them on closes them."""

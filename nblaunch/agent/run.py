@@ -167,15 +167,18 @@ class AgentRun:
 
     def forked(self, rank: int, pid: int, dirty: str) -> None:
         """A process of this run exists, or could not be forked."""
+        process = self._ranks[rank]
         if pid:
-            process = self._ranks[rank]
             process.born(pid)
             if self._stopping:
                 self._escalate(process, signal.SIGKILL)
+        elif self._stopping:
+            process.unborn = True
+            self._finish_if_over()
         else:
             self._warn(f"rank {rank} is started in a fresh interpreter, which takes seconds: {dirty}")
-            self._exec(self._ranks[rank], self._environment(self._plan.ranks.index(rank)))
-        if self._ranks and all(process.pid for process in self._ranks.values()):
+            self._exec(process, self._environment(self._plan.ranks.index(rank)))
+        if all(other.pid for other in self._ranks.values()):
             self._tell_started()
 
     def _tell_started(self) -> None:
@@ -260,7 +263,11 @@ class AgentRun:
             self._failed(process, self._meaning_of(process, status))
         if process.state == "returned":
             self._set_state(process, "ended", time.time())
-        if not any(other.alive for other in self._ranks.values()):
+        self._finish_if_over()
+
+    def _finish_if_over(self) -> None:
+        """The attempt is over once no process lives and none is still to be born."""
+        if not any(process.alive or process.expected for process in self._ranks.values()):
             self._finish()
 
     def _meaning_of(self, process: RankProcess, status: int) -> Failure:
@@ -305,8 +312,7 @@ class AgentRun:
         self._stopping = self._stopping or "asked"
         for process in self._ranks.values():
             self._escalate(process, signal.SIGKILL)
-        if not any(process.alive for process in self._ranks.values()) and not self._expects_births():
-            self._finish()
+        self._finish_if_over()
 
     def abandon(self) -> None:
         """The notebook is gone: kill everything and leave the folder in order; nobody is told."""
@@ -346,9 +352,6 @@ class AgentRun:
         if process.alive:
             process.told_to_stop_at = process.told_to_stop_at or time.time()
             process.signal(number)
-
-    def _expects_births(self) -> bool:
-        return any(not process.pid for process in self._ranks.values())
 
     # ---- end
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nblaunch.dashboard.detect import choose
 
@@ -45,11 +47,8 @@ def open_view(state: RunState, choice: str, stop: Callable[[], None]) -> View:
     """
     kind = choose(choice)
     if kind == "widget":
-        from nblaunch.dashboard.widget import WidgetView
-
-        return WidgetView(state, stop)
-    from nblaunch.dashboard import terminal
-
+        return _load("nblaunch.dashboard.widget").WidgetView(state, stop)
+    terminal = _load("nblaunch.dashboard.terminal")
     views: dict[str, Callable[[RunState], View]] = {
         "terminal": terminal.LiveView,
         "captured": terminal.CapturedView,
@@ -57,3 +56,9 @@ def open_view(state: RunState, choice: str, stop: Callable[[], None]) -> View:
         "none": terminal.NoView,
     }
     return views[kind](state)
+
+
+def _load(module: str) -> Any:
+    """Import in another thread: an interrupt in the middle of an import would leave half a package behind."""
+    with ThreadPoolExecutor(1) as elsewhere:
+        return elsewhere.submit(importlib.import_module, module).result()

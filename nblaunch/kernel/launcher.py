@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml  # noqa: F401 # pyright: ignore[reportUnusedImport] # LaunchConfig's; an interrupted import leaves half of it
+
 from nblaunch import config as launch_config
 from nblaunch import record
 from nblaunch.config import LaunchConfig

@@ -162,6 +162,7 @@ def flaky():
     if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2:
         raise OSError("not yet")
     return os.environ["TORCHELASTIC_RESTART_COUNT"]
-notebook_launcher(flaky, num_processes=2, max_restarts=2).results
+for _ in range(8):  # now and then a rank has failed before the other's fork is known
+    assert notebook_launcher(flaky, num_processes=2, max_restarts=2, dashboard="none").results == ["2", "2"]
 """)
-    assert cell.ok().result == "['2', '2']"
+    cell.ok()
