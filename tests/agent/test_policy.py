@@ -18,15 +18,15 @@ GLOO = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/
 DIST = "torch.distributed."
 LOST_PEERS = {
     "gloo, peer died": (
-        f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:26515. This is typically caused by a remote worker "
-        "crashing. Check the logs of the remote worker before reporting an error. GLHF! 🏖️"
+        f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:26515. This is typically caused by a remote "
+        "worker crashing. Check the logs of the remote worker before reporting an error. GLHF!"
     ),
     "gloo, reset": f"{GLOO}pair.cc:525] Read error [127.0.0.1]:5: Connection reset by peer",
     "gloo, timeout": f"{GLOO}unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete",
     "gloo, caused by a timeout": "RuntimeError: Application timeout caused pair closure",
     "nccl, remote": (
-        f"{DIST}DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:318, remote process exited "
-        "or there was a network error, NCCL version 2.21.5\nncclRemoteError: A call failed possibly due to a network "
+        f"{DIST}DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:318, remote "
+        "process exited or there was a network error, NCCL version 2.21.5\nncclRemoteError: A call failed possibly due to a network "
         "error or a remote process exiting prematurely."
     ),
     "nccl, aborted": f"{DIST}DistBackendError: NCCL communicator was aborted on rank 1.",
