@@ -8,7 +8,7 @@ import traceback
 import unicodedata
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch import errors
@@ -162,6 +162,7 @@ anything = st.builds(
 )
 
 
+@settings(max_examples=40, deadline=None)
 @given(anything, st.lists(anything, max_size=12), st.sampled_from(["", "/runs/one"]))
 def test_whatever_went_wrong_takes_40_lines_at_most(cause, others, folder):
     error = RankError(cause, others, folder)

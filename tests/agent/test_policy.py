@@ -26,8 +26,8 @@ LOST_PEERS = {
     "gloo, caused by a timeout": "RuntimeError: Application timeout caused pair closure",
     "nccl, remote": (
         f"{DIST}DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:318, remote "
-        "process exited or there was a network error, NCCL version 2.21.5\nncclRemoteError: A call failed possibly due to a network "
-        "error or a remote process exiting prematurely."
+        "process exited or there was a network error, NCCL version 2.21.5\nncclRemoteError: A call failed possibly due "
+        "to a network error or a remote process exiting prematurely."
     ),
     "nccl, aborted": f"{DIST}DistBackendError: NCCL communicator was aborted on rank 1.",
     "nccl, watchdog": (
