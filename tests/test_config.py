@@ -56,7 +56,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(configs)
 def test_what_is_saved_is_read_back(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("launch") / "launch.yaml"

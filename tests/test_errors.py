@@ -162,7 +162,7 @@ anything = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(anything, st.lists(anything, max_size=12), st.sampled_from(["", "/runs/one"]))
 def test_whatever_went_wrong_takes_40_lines_at_most(cause, others, folder):
     error = RankError(cause, others, folder)
