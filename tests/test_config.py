@@ -7,7 +7,7 @@ import typing
 import msgspec
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nblaunch.config import (
@@ -58,6 +58,7 @@ configs = st.builds(
 
 @settings(max_examples=60)
 @given(configs)
+@example(LaunchConfig(name="a\x85b\u2028c\u2029d\r\n\t'\"é"))
 def test_what_is_saved_is_read_back(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("launch") / "launch.yaml"
     path.write_text(config.to_yaml(), encoding="utf-8")
