@@ -43,5 +43,12 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext nblaunch`: starts the agent in the background, so that the first launch is warm."""
+    from nblaunch.kernel.magics import start_agent
+
+    start_agent(shell)
+
+
 def __dir__() -> list[str]:
     return sorted(__all__)

@@ -8,6 +8,8 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from nblaunch.agent import policy
 from nblaunch.agent.loop import Loop
 from nblaunch.agent.output import Lines, Teller
@@ -164,11 +166,10 @@ class RankProcess:
         if self.channel.fileno() < 0:
             return
         try:
-            frames = self.channel.receive()
-        except ChannelClosed:
-            frames, self.channel.closed = [], True
-        for frame in frames:
-            self._on_frame(frame)
+            for frame in self.channel.receive():
+                self._on_frame(frame)
+        except (ChannelClosed, msgspec.DecodeError):
+            self.channel.closed = True  # something else wrote to the rank's descriptor; its end will tell the rest
         if self.channel.closed and self.channel.fileno() >= 0:
             self._loop.forget(self.channel.fileno())
             self.channel.close()

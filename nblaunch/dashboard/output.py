@@ -44,8 +44,6 @@ class OutputTail:
         self.by_rank: dict[int, deque[Line]] = {}
         self.written = 0
         """Lines that came, alike or not; those that the agent left to the log included."""
-        self.skipped = 0
-        """Lines that the agent left to the log."""
         self.warnings = 0
         self._next = 0
         self._recent: dict[tuple[str, str], Line] = {}
@@ -55,7 +53,6 @@ class OutputTail:
         """Take in whole lines of one rank, oldest first."""
         own = self.by_rank.setdefault(rank, deque(maxlen=KEPT_RANK))
         self.written += len(lines) + skipped
-        self.skipped += skipped
         for raw in lines[-KEPT_ALL:]:
             text = raw if len(raw) <= LONGEST else raw[:LONGEST] + " …"
             line = self._alike(rank, stream, text)

@@ -158,7 +158,7 @@ def _launch(
 
 
 def _message(run: Run, function: Callable[..., Any], pickled: payload.Payload, config: LaunchConfig) -> Launch:
-    environment = dict(os.environ)
+    environment = {name: value for name, value in os.environ.items() if _is_text(name + value)}
     root = logging.getLogger()
     cwd = os.getcwd()
     return Launch(
@@ -175,6 +175,11 @@ def _message(run: Run, function: Callable[..., Any], pickled: payload.Payload, c
         folder=os.path.join(cwd, ".nblaunch", "runs"),
         log_format=next((_format(handler) for handler in root.handlers if _format(handler)), ""),
     )
+
+
+def _is_text(value: str) -> bool:
+    """Whether a variable is UTF-8; the few that are not can't travel."""
+    return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _format(handler: logging.Handler) -> str:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,7 @@ class Run:
         self._happened.acquire()
         self._output = CellOutput(config.prefix, config.node_rank * (config.num_processes or 0))
         self._view: View | None = None
+        self._other_views: list[View] = []
         self._waiting = False
         self._cell: Any = None
 
@@ -249,6 +251,8 @@ class Run:
             self._agent.finished(self._id)
         self._over = True
         self._notify()
+        for view in self._other_views:
+            view.finish()
         if not self._waiting and self._view is not None:
             self._view.finish()
 
@@ -347,13 +351,24 @@ class Run:
         return f"<{text}, in {self.state.folder}>" if self.state.folder else f"<{text}>"
 
     def _repr_html_(self) -> str:
-        from html import escape
-
+        """The run as it stands; one line where its display stands in the same cell."""
         from nblaunch.dashboard import snapshot
 
-        if self._view is not None and self._cell == _present_cell():
-            return f"<code>{escape(repr(self))}</code>"
-        return snapshot.html(self.state)
+        return f"<code>{escape(repr(self))}</code>" if self._is_shown_here() else snapshot.html(self.state)
+
+    def _ipython_display_(self) -> None:
+        """What `display(run)` shows: a run that goes on is shown live, here too."""
+        from IPython.display import publish_display_data
+
+        if self._over or self._is_shown_here():
+            publish_display_data({"text/html": self._repr_html_(), "text/plain": repr(self)})
+        else:
+            view = open_view(self.state, self.config.dashboard, self.request_stop)
+            self._other_views.append(view)
+            view.start()
+
+    def _is_shown_here(self) -> bool:
+        return self._view is not None and self._cell == _present_cell()
 
     def __reduce__(self) -> Any:
         raise TypeError("a Run can't be pickled; pass run.results, run.metrics, or the path of its folder")

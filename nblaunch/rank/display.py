@@ -128,13 +128,17 @@ def use_backend(displayer: Displayer) -> None:
 # ---- magics
 
 
+class NotInARank(RuntimeError, AttributeError):
+    """The notebook's shell is not here; for those who only ask whether it has something, it has not."""
+
+
 class RankShell:
     """What `get_ipython()` gives a cell's function in a rank: nothing works, and everything says why."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise RuntimeError(
+        raise NotInARank(
             f"IPython's magics and shell commands (get_ipython().{name}) can't be used in a rank: it runs apart from "
             "the notebook; use them in a cell of their own, or subprocess.run(...) in the function"
         )

@@ -17,6 +17,7 @@ from nblaunch.config import from_mapping
 from nblaunch.rank import context, ending, failure, surroundings
 from nblaunch.rank.imports import install_hooks, installed_modules
 from nblaunch.rank.reporter import Reporter
+from nblaunch.training import devices
 from nblaunch.wire import payload
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.lifelines import die_with_parent
@@ -52,8 +53,6 @@ def keep_stores(channel_fd: int) -> None:
 
 def take_census(channel_fd: int) -> None:
     """Tell the agent which accelerators there are; asking may start the driver, hence in a process of its own."""
-    from nblaunch.training import devices
-
     channel = Channel(socket.socket(fileno=channel_fd))
     found = devices.visible()
     backend = devices.backend_for(devices.device_for(0)) if found else "gloo"
@@ -102,6 +101,8 @@ def _call(message: Begin, reporter: Reporter, payload_fd: int) -> object:
     surroundings.prepare(message, config)
     main = surroundings.fresh_main(launch.sources, payload_fd)
     install_hooks(reporter, message)
+    if message.device.type != "cpu":
+        devices.bind(message.local_rank)
     world_size = int(message.environment["WORLD_SIZE"])
     context.enter(context.RankContext(config, message.rank, message.local_rank, world_size, reporter))
     reporter.start(message.device)

@@ -153,13 +153,15 @@ def _category(name: str) -> type[Warning]:
 
 
 def _threads(count: int) -> None:
-    import threadpoolctl
     import torch
 
     torch.set_num_threads(count)
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, str(count))
-    threadpoolctl.threadpool_limits(count)
+    if count > 1:  # what is loaded by now was loaded with one thread
+        import threadpoolctl
+
+        threadpoolctl.threadpool_limits(count)
 
 
 def _seeds(seed: int) -> None:

@@ -84,7 +84,7 @@ class Notebook:
     def evaluate(self, expression: str) -> Any:
         """The value of an expression of plain data."""
         cell = self.run(f"print(repr({expression}))").ok()
-        return eval(cell.stdout)
+        return eval(cell.stdout.splitlines()[-1])
 
     def interrupt(self) -> None:
         """What the page's stop button does: SIGINT to the kernel's process group."""

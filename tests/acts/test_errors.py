@@ -151,7 +151,9 @@ def uneven():
 notebook_launcher(uneven, num_processes=2)
 """)
     assert cell.error == "RankError"
-    assert "rank 0: all_gather number 0 of float32[2, 3]; rank 1: all_gather number 0 of float32[3, 3]" in cell.traceback
+    assert (
+        "rank 0: all_gather number 0 of float32[2, 3]; rank 1: all_gather number 0 of float32[3, 3]" in cell.traceback
+    )
 
 
 def test_restarts(notebook):

@@ -72,21 +72,22 @@ text = run.logs(0); size = sum(f.stat().st_size for f in run.path.iterdir())
 
 
 def test_a_working_folder_that_cannot_be_written(notebook):
-    cell = notebook.run("""
+    cell = notebook.run(f"""
 os.chdir("/proc")
 run = notebook_launcher(lambda: 5, num_processes=2)
-os.chdir(%r)
+os.chdir({str(notebook.folder)!r})
 print(run.results, run.path.parts[1])
-""" % str(notebook.folder))
+""")
     assert "[5, 5] tmp" in cell.ok().stdout
     notices = notebook.evaluate("[n.text for n in run.state.notices]")
     assert any("can't be written" in text and "/tmp" in text for text in notices)
 
 
 def test_a_full_disk_cuts_the_folder_short_and_says_so(notebook, tmp_path):
-    if os.geteuid() != 0 or subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)], check=False
-    ).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)], check=False).returncode
+    ):
         pytest.skip("mounting a small tmpfs needs root")
     try:
         notebook.run(f"""
@@ -105,7 +106,10 @@ os.chdir({str(notebook.folder)!r})
 
 def _memory_cgroup() -> Path | None:
     """A new memory cgroup, version 1 or 2, with 1.5 GB; None where there can't be one."""
-    for base, limit in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+    for base, limit in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
         group = base / f"nblaunch-test-{os.getpid()}"
         try:
             group.mkdir()

@@ -135,6 +135,6 @@ def show():
 notebook_launcher(show, num_processes=2)
 """)
     cell.ok()
-    assert any("<b>rank 0</b>" == data.get("text/html") for data in cell.displays)
-    assert not any("<b>rank 1</b>" == data.get("text/html") for data in cell.displays)
+    assert any(data.get("text/html") == "<b>rank 0</b>" for data in cell.displays)
+    assert not any(data.get("text/html") == "<b>rank 1</b>" for data in cell.displays)
     assert any("image/png" in data and "Figure" in data["text/plain"] for data in cell.displays)

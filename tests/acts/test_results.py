@@ -60,7 +60,9 @@ def test_an_instance_of_a_cells_class_comes_home_as_one_and_changes_nothing(note
 
 
 def test_an_exception_class_from_a_cell_can_be_caught(notebook):
-    notebook.run("class BadLabel(Exception):\n    def __init__(self, label): super().__init__(label); self.label = label").ok()
+    notebook.run(
+        "class BadLabel(Exception):\n    def __init__(self, label): super().__init__(label); self.label = label"
+    ).ok()
     cell = notebook.run("""
 def check():
     if os.environ["RANK"] == "1":

@@ -14,7 +14,7 @@ from tests.acts.notebook import Notebook, gone
 def spawning(tmp_path_factory):
     """A kernel whose launches all spawn."""
     notebook = Notebook(tmp_path_factory.mktemp("spawn"))
-    notebook.run(SETUP + "from functools import partial\nlaunch = partial(notebook_launcher, start_method='spawn')").ok()
+    notebook.run(SETUP + "import functools\nlaunch = functools.partial(notebook_launcher, start_method='spawn')").ok()
     yield notebook
     notebook.close()
 
@@ -85,8 +85,11 @@ print(launch(look, num_processes=2, seed=3).results == launch(look, num_processe
 
 
 def test_same_seed_same_draws_as_forked(spawning):
-    cell = spawning.run("print(launch(look, num_processes=1, seed=3).results == notebook_launcher(look, num_processes=1, seed=3).results)")
-    assert cell.ok().stdout.strip().endswith("True")
+    spawned, forked = (
+        spawning.evaluate(f"{launch}(look, num_processes=1, seed=3).results")
+        for launch in ("launch", "notebook_launcher")
+    )
+    assert spawned == forked
 
 
 def test_interrupt(spawning):

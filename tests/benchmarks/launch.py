@@ -145,7 +145,8 @@ def main() -> None:
     rows = [(seconds(lambda: ours(reduce)), seconds(bare_fork)) for _ in range(ROUNDS)]
     warm, bare = (statistics.median(column) for column in zip(*rows, strict=True))
     spawned = statistics.median(seconds(spawn) for _ in range(3))
-    show("warm launch / bare fork", f"{warm / bare:.2f} ({warm * 1e3:.0f} ms, {(warm - bare) * 1e3:+.0f} ms)", "1.5 or +60 ms")
+    found = f"{warm / bare:.2f} ({warm * 1e3:.0f} ms, {(warm - bare) * 1e3:+.0f} ms)"
+    show("warm launch / bare fork", found, "1.5 or +60 ms")
     show("spawn / warm launch", f"{spawned / warm:.0f}", "at least 20")
 
     for what, function in (("DDP and an optimizer", build), ("scikit-learn", learn)):
@@ -153,7 +154,8 @@ def main() -> None:
         time.sleep(4)
         again = statistics.median(seconds(lambda function=function: ours(function)) for _ in range(5))
         plain = statistics.median(seconds(lambda: ours(reduce)) for _ in range(5))
-        show(f"launch with {what}, from the second on", f"{(again - plain) * 1e3:+.0f} ms (first {cold:.2f} s)", "+100 ms")
+        found = f"{(again - plain) * 1e3:+.0f} ms (first {cold:.2f} s)"
+        show(f"launch with {what}, from the second on", found, "+100 ms")
 
     run = ours(log_cost, ranks=1)
     show("log() of a float", f"{run.result * 1e6:.2f} us", "5 us")
