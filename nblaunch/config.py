@@ -20,6 +20,7 @@ START_METHODS = ("auto", "fork", "spawn")
 DASHBOARDS = ("auto", "widget", "text", "none")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 
+_LINE_BREAKS = frozenset("\x85\u2028\u2029")
 _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -149,7 +150,10 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
         default = LaunchConfig().to_dict()
         chosen = {key: value for key, value in self.to_dict().items() if value != default[key]}
-        return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
+        if _LINE_BREAKS.isdisjoint(text):
+            return text
+        return yaml.safe_dump(chosen, sort_keys=False)  # PyYAML writes these as they are, and reads them as spaces
 
     @classmethod
     def load(cls, path: str | Path) -> LaunchConfig:

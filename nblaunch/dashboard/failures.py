@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import unicodedata
 from typing import Any
 
 from nblaunch.dashboard import formats
@@ -91,11 +92,20 @@ def _in_library(frame: Frame) -> bool:
 
 
 def _source(frame: Frame) -> list[str]:
-    code = frame.line.rstrip("\n")
+    code = frame.line.rstrip("\n").replace("\t", " ")
     indent = len(code) - len(code.lstrip())
     lead = f"---> {frame.lineno} "
     lines = [f"{lead}    {code.strip()}"]
     start, end = frame.colno - indent, frame.end_colno - indent
     if 0 <= start < end and end - start < len(code.strip()):
-        lines.append(" " * (len(lead) + 4 + start) + "^" * (end - start))
+        before, marked = code.strip()[:start], code.strip()[start:end]
+        lines.append(" " * (len(lead) + 4 + _columns(before)) + "^" * _columns(marked))
     return lines
+
+
+def _columns(text: str) -> int:
+    """How wide a terminal shows a text: East Asian characters take two columns, combining ones none."""
+    return sum(
+        0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        for character in text
+    )

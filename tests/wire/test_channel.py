@@ -95,14 +95,14 @@ def fields_of(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_every_kind_of_message_makes_the_round_trip(kind, data):
     message = data.draw(values_of(kind))
     assert wire.Frame(TYPED, wire.encode(message)[6:], ()).open() == message
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     texts=st.lists(st.text(max_size=50), min_size=1, max_size=8),
     cuts=st.lists(st.integers(0, 600), max_size=12),

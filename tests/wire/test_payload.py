@@ -208,7 +208,7 @@ def test_every_kind_of_tensor(way, tensor):
     assert torch.equal(there.to_dense(), tensor.to_dense())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     start=st.integers(0, 10),
     shape=st.lists(st.integers(0, 4), max_size=3),
@@ -284,7 +284,7 @@ def test_something_small_goes_home_as_bytes():
     assert type(there) is ValueError and there.args[0] == "bad" and torch.equal(there.args[1], torch.ones(2))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.recursive(
         st.none() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
