@@ -92,9 +92,8 @@ class MemoryKills:
         self._before = self._read()
 
     def happened(self) -> bool:
-        """Whether a counter has risen since the last time this was asked."""
-        before, self._before = self._before, self._read()
-        return any(now > before.get(file, now) for file, now in self._before.items())
+        """Whether a counter has risen since this was made: several ranks may be killed by one shortage."""
+        return any(now > self._before.get(file, now) for file, now in self._read().items())
 
     def _read(self) -> dict[Path, int]:
         counts: dict[Path, int] = {}

@@ -8,8 +8,6 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from nblaunch.agent import policy
 from nblaunch.agent.loop import Loop
 from nblaunch.agent.output import Lines, Teller
@@ -108,7 +106,7 @@ class RankProcess:
     def rank_fds(self, payload: int) -> list[int]:
         """Descriptors for the rank itself: channel, stdout, stderr, payload; whoever passes them on closes them."""
         fds = [self._rank_end.detach(), *(stream.rank_end for stream in self.streams)]
-        return [*fds, os.dup(payload)]
+        return [*fds, payload]
 
     def watch(self, frame: Callable[[Frame], None], ended: Callable[[], None]) -> None:
         """Listen to it: its frames, its pipes."""
@@ -173,10 +171,11 @@ class RankProcess:
         if self.channel.fileno() < 0:
             return
         try:
-            for frame in self.channel.receive():
-                self._on_frame(frame)
-        except (ChannelClosed, msgspec.DecodeError):
-            self.channel.closed = True  # something else wrote to the rank's descriptor; its end will tell the rest
+            frames = self.channel.receive()
+        except ChannelClosed:
+            frames, self.channel.closed = [], True
+        for frame in frames:
+            self._on_frame(frame)
         if self.channel.closed and self.channel.fileno() >= 0:
             self._loop.forget(self.channel.fileno())
             self.channel.close()

@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Protocol
 
-import nblaunch
+import msgspec
+
 from nblaunch.agent import launching, policy
 from nblaunch.agent.collectives import CollectiveCheck
 from nblaunch.agent.folder import RunFolder, prune
 from nblaunch.agent.loop import Loop, Timer
 from nblaunch.agent.process import RankProcess
+from nblaunch.agent.starting import Starter
 from nblaunch.config import from_mapping
 from nblaunch.wire.channel import METRICS, PROGRESS, Frame
 from nblaunch.wire.messages import (
-    Begin,
     Collective,
     Dismiss,
     Display,
@@ -79,91 +77,61 @@ class Surroundings(Protocol):
 
 
 class AgentRun:
-    """The ranks of one launch on this machine."""
+    """The ranks of one launch on this machine.
+
+    Raises:
+        ConfigError: The port that was asked for is taken.
+        OSError: Its folder can't be made anywhere.
+    """
 
     def __init__(self, server: Surroundings, launch: Launch, payload: int, plan: launching.Plan, method: str) -> None:
         self.launch = launch
         self.config = from_mapping(launch.config)
         self._server = server
         self._loop = server.loop
-        self._payload = payload
         self._plan = plan
         self._method = method
         self._attempt = 0
         self._timers: list[Timer] = []
         self._stop_asked = False
+        self._flush_timer: Timer | None = None
+        self._ranks: dict[int, RankProcess] = {}
+        self._starter = Starter(launch, self.config, plan, payload)
         name = self.config.name or "run"
         self._folder = RunFolder(launch, name, self.config.run_limit_bytes, plan.ranks, self._warn)
         self._memory = policy.MemoryKills()
-        self._flush_timer: Timer | None = None
-        self._ranks: dict[int, RankProcess] = {}
 
     # ---- start
 
     def start(self) -> None:
-        """Start all ranks.
-
-        Raises:
-            ConfigError: The port that was asked for is taken.
-        """
-        listening = launching.listen(self.config)
-        self._port = listening.getsockname()[1] if listening is not None else self.config.use_port or 29500
-        if listening is not None:
-            self._server.open_store(self.launch.run, listening.detach())
+        """Start all ranks, for the first time or again."""
+        store = self._starter.store_socket()
+        if store is not None:
+            self._server.open_store(self.launch.run, store)
         self._checks = CollectiveCheck(self._plan.ranks)
         self._failures: list[Failure] = []
         self._stopping = ""
         self._finished = False
         self._begun = time.time()
-        self._ranks = {rank: RankProcess(rank, self._loop, self._told, self._wrote) for rank in self._plan.ranks}
-        requests: list[tuple[Fork, list[int]]] = []
-        for local_rank, process in enumerate(self._ranks.values()):
-            process.watch(lambda f, p=process: self._on_frame(p, f), lambda p=process: self._on_death(p))
-            environment = self._environment(local_rank)
-            process.say(self._begin(process.rank, local_rank, environment))
-            if self._method == "fork":
-                requests.append((Fork(self.launch.run, "rank", process.rank), process.rank_fds(self._payload)))
-            else:
-                self._exec(process, environment)
-        self._server.fork(requests, self.launch)
+        self._ranks = {rank: self._prepared(rank) for rank in self._plan.ranks}
+        if self._method == "fork":
+            run, payload = self.launch.run, self._starter.payload
+            requests = [(Fork(run, "rank", p.rank), p.rank_fds(payload())) for p in self._ranks.values()]
+            self._server.fork(requests, self.launch)
+        else:
+            for process in self._ranks.values():
+                self._exec(process)
 
-    def _begin(self, rank: int, local_rank: int, environment: dict[str, str]) -> Begin:
-        return Begin(
-            self.launch,
-            rank,
-            local_rank,
-            environment,
-            self._plan.threads,
-            (self.config.seed or 0) + rank,
-            self._plan.devices[local_rank],
-            os.getpid(),
-        )
+    def _prepared(self, rank: int) -> RankProcess:
+        """A rank's channel and pipes, with what it will be told on its way already."""
+        process = RankProcess(rank, self._loop, self._told, self._wrote)
+        process.watch(lambda frame: self._on_frame(process, frame), lambda: self._on_death(process))
+        process.say(self._starter.begin(rank, self._attempt))
+        return process
 
-    def _environment(self, local_rank: int) -> dict[str, str]:
-        return launching.rank_environment(
-            self.launch, self.config, self._plan, local_rank, port=self._port, attempt=self._attempt
-        )
-
-    def _exec(self, process: RankProcess, environment: dict[str, str]) -> None:
-        """Start a rank in a fresh interpreter."""
-        fds = process.rank_fds(self._payload)
-        start = Path(nblaunch.__file__).parent / "_start.py"
-        flags = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
-        command = [
-            sys.executable,
-            *flags,
-            "-P",
-            str(start),
-            "nblaunch.rank.main",
-            str(os.getpid()),
-            *map(str, fds),
-        ]
-        own = launching.exec_environment(self.launch, environment, self._plan.threads)
-        child = subprocess.Popen(command, env=own, pass_fds=fds, stdin=subprocess.DEVNULL)
-        child.returncode = 0  # the agent waits for it itself
-        for fd in fds:
-            os.close(fd)
-        self.forked(process.rank, child.pid, "")
+    def _exec(self, process: RankProcess) -> None:
+        fds = process.rank_fds(self._starter.payload())
+        self.forked(process.rank, self._starter.exec(process.rank, self._attempt, fds), "")
 
     def forked(self, rank: int, pid: int, dirty: str) -> None:
         """A process of this run exists, or could not be forked."""
@@ -177,8 +145,10 @@ class AgentRun:
             self._finish_if_over()
         else:
             self._warn(f"rank {rank} is started in a fresh interpreter, which takes seconds: {dirty}")
-            self._exec(process, self._environment(self._plan.ranks.index(rank)))
-        if all(other.pid for other in self._ranks.values()):
+            process.close()
+            self._ranks[rank] = self._prepared(rank)
+            self._exec(self._ranks[rank])
+        if pid and all(other.pid for other in self._ranks.values()):
             self._tell_started()
 
     def _tell_started(self) -> None:
@@ -205,7 +175,13 @@ class AgentRun:
         elif frame.lane == PROGRESS:
             self._server.forward(frame, self.launch.run, process.rank)
         else:
-            self._handle(process, frame.open(), frame)
+            try:
+                message = frame.open()
+            except msgspec.DecodeError as error:
+                text = f"what this rank sent can't be read: {error}"
+                self._failed(process, Failure(process.rank, "exception", time.time(), type="DecodeError", message=text))
+            else:
+                self._handle(process, message, frame)
 
     def _handle(self, process: RankProcess, message: Message, frame: Frame) -> None:
         match message:
@@ -378,7 +354,7 @@ class AgentRun:
         )
         self._folder.event(finished)
         self._folder.close()
-        os.close(self._payload)
+        self._starter.close()
         self._server.tell(finished)
         self._server.ended(self)
         prune(self._folder.path.parent, self.config.keep_runs)

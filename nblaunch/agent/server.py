@@ -55,6 +55,8 @@ class Server(TemplateOwner):
         self._runs: dict[str, AgentRun] = {}
         self._waiting: list[tuple[Launch, int]] = []
         self._latest: dict[tuple[str, int], Frame] = {}
+        self._left_out: dict[tuple[str, int, str], int] = {}
+        """Lines of a stream that a kernel which does not keep up was not sent."""
         self._census: Census | None = None
         self._stores: Channel | None = None
         self._leaving = False
@@ -124,8 +126,12 @@ class Server(TemplateOwner):
 
     def tell(self, message: Message) -> None:
         """Send a message to the kernel."""
-        if isinstance(message, Output) and self._kernel.waiting > _STUCK:
-            return
+        if isinstance(message, Output):
+            key = message.run, message.rank, message.stream
+            message.skipped += self._left_out.pop(key, 0)
+            if self._kernel.waiting > _STUCK:
+                self._left_out[key] = message.skipped + len(message.lines)
+                return
         self._kernel.send(message)
         self._write_later()
 
@@ -170,7 +176,13 @@ class Server(TemplateOwner):
             except ConfigError as error:
                 self._refuse(launch, payload, str(error), "config")
             except OSError as error:
-                self._refuse(launch, payload, f"the run can't be started on this machine: {error}", "agent")
+                text = f"the run can't be started on this machine: {error}"
+                started = self._runs.get(launch.run)
+                if started is None:
+                    self._refuse(launch, payload, text, "agent")
+                else:
+                    self.tell(Refused(launch.run, text, "agent"))
+                    started.kill()
 
     def _start(self, launch: Launch, payload: int) -> None:
         assert self._census is not None and self._templates.warm is not None
@@ -179,9 +191,8 @@ class Server(TemplateOwner):
         method = config.start_method
         if method == "auto":
             method = "fork" if self._templates.warm.fork_safe or not self._census.devices else "spawn"
-        run = AgentRun(self, launch, payload, plan, method)
+        run = self._runs[launch.run] = AgentRun(self, launch, payload, plan, method)
         run.start()
-        self._runs[launch.run] = run
 
     def _refuse(self, launch: Launch, payload: int, reason: str, kind: str) -> None:
         os.close(payload)

@@ -48,7 +48,8 @@ class Handle:
 
     def answered(self, answer: Forked) -> None:
         """It has said what became of one process that it was asked for."""
-        self._expected = [fork for fork in self._expected if (fork.run, fork.rank) != (answer.run, answer.rank)]
+        asked = answer.run, answer.role, answer.rank
+        self._expected = [fork for fork in self._expected if (fork.run, fork.role, fork.rank) != asked]
         if self._retired:
             self.retire()
 
