@@ -98,7 +98,11 @@ class AgentRun:
         self._ranks: dict[int, RankProcess] = {}
         self._starter = Starter(launch, self.config, plan, payload)
         name = self.config.name or "run"
-        self._folder = RunFolder(launch, name, self.config.run_limit_bytes, plan.ranks, self._warn)
+        try:
+            self._folder = RunFolder(launch, name, self.config.run_limit_bytes, plan.ranks, self._warn)
+        except OSError:
+            self._starter.free_port()
+            raise
         self._memory = policy.MemoryKills()
 
     # ---- start

@@ -77,6 +77,10 @@ class Starter:
     def close(self) -> None:
         """No further attempt will be made."""
         os.close(self._payload)
+        self.free_port()
+
+    def free_port(self) -> None:
+        """The port may be taken by others."""
         if self._listening is not None:
             self._listening.close()
 

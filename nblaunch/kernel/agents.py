@@ -56,14 +56,30 @@ class Agent:
         self._listeners: dict[str, Listener] = {}
         self._pids: dict[str, list[int]] = {}
         self.alive = True
+        self._ending = threading.Lock()
+        self._problem = ""
         self._process = _start(theirs.fileno(), self._log, environment)
         theirs.close()
         threading.Thread(target=self._work, name="nblaunch-agent", daemon=True).start()
 
+    @property
+    def usable(self) -> bool:
+        """Whether it can be asked for a launch."""
+        return self.alive and self._process.poll() is None
+
     def launch(self, message: Launch, payload: int, listener: Listener) -> None:
-        """Ask for a run; the agent owns the payload's descriptor from here on."""
-        self._listeners[message.run] = listener
-        self.say(message, (payload,))
+        """Ask for a run; the agent owns the payload's descriptor from here on.
+
+        Raises:
+            AgentError: It has ended meanwhile.
+        """
+        with self._ending:
+            if self.alive:
+                self._listeners[message.run] = listener
+                self.say(message, (payload,))
+                return
+        os.close(payload)
+        raise AgentError("the agent, which starts the ranks, has just ended; launch again")
 
     def stop(self, run: str, *, now: bool = False) -> None:
         """Ask for the end of a run; returns at once."""
@@ -75,20 +91,28 @@ class Agent:
 
     def say(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send a message, from any thread."""
-        self._outgoing.append((message, fds))
-        with contextlib.suppress(OSError):  # the thread has ended, and everybody knows by now
+        if self.alive:
+            self._outgoing.append((message, fds))
             os.write(self._wake_write, b".")
 
     def forget(self) -> None:
         """This is a forked child of the kernel: close what it inherited, and touch nothing else."""
-        self.alive = False
-        for fd in (self._channel.fileno(), self._wake_read, self._wake_write, self._log):
-            with contextlib.suppress(OSError):
+        if self.alive:
+            self.alive = False
+            for fd in (self._channel.fileno(), self._wake_read, self._wake_write, self._log):
                 os.close(fd)
 
     # ---- the connection's thread
 
     def _work(self) -> None:
+        try:
+            self._converse()
+        except Exception as error:
+            self._problem = f"; the notebook's end of the connection failed: {type(error).__name__}: {error}"
+            self._process.kill()
+        self._ended()
+
+    def _converse(self) -> None:
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
         while not self._channel.closed:
@@ -101,7 +125,6 @@ class Agent:
                 self._channel.send(*self._outgoing.popleft())
             self._channel.flush()
             self._receive()
-        self._ended()
 
     def _receive(self) -> None:
         try:
@@ -126,14 +149,22 @@ class Agent:
         self._pids.pop(run, None)
 
     def _ended(self) -> None:
-        self.alive = False
         code = self._process.wait()
         for pids in self._pids.values():
             _kill_groups(pids)
-        error = AgentError(self._why(code))
+        with self._ending:
+            error = AgentError(self._why(code))
+            self._close()
         for listener in list(self._listeners.values()):
             listener.agent_lost(error)
         self._listeners.clear()
+
+    def _close(self) -> None:
+        """Give up every descriptor, once; nobody uses one of them afterwards."""
+        self.alive = False
+        while self._outgoing:
+            for fd in self._outgoing.popleft()[1]:
+                os.close(fd)
         self._channel.close()
         for fd in (self._wake_read, self._wake_write, self._log):
             os.close(fd)
@@ -142,7 +173,8 @@ class Agent:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         size = os.fstat(self._log).st_size
         words = os.pread(self._log, _LAST_WORDS, max(0, size - _LAST_WORDS)).decode("utf-8", "replace").strip()
-        return f"the agent, which starts the ranks, {how}" + (f"; its last words:\n{words}" if words else "")
+        last = f"; its last words:\n{words}" if words else ""
+        return f"the agent, which starts the ranks, {how}{self._problem}{last}"
 
 
 def _start(fd: int, log: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -182,7 +214,7 @@ _all: weakref.WeakSet[Agent] = weakref.WeakSet()
 def get(environment: Mapping[str, str]) -> Agent:
     """The agent for a launch with these variables: the present one if it was started with these, else a new one."""
     global _current
-    if _current is not None and _current.alive:
+    if _current is not None and _current.usable:
         if _current.environment == agent_environment(environment):
             return _current
         _current.retire()

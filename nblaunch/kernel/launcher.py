@@ -114,6 +114,7 @@ def notebook_launcher(  # noqa: PLR0917 (Accelerate's order)
     args = _checked_args(args)
     _check_call(function, args, kwargs)
     _not_in_a_rank()
+    _working_folder()
     return _launch(function, args, kwargs, chosen, block)
 
 
@@ -162,7 +163,7 @@ def _launch(
 def _message(run: Run, function: Callable[..., Any], pickled: payload.Payload, config: LaunchConfig) -> Launch:
     environment = {name: value for name, value in os.environ.items() if _is_text(name + value)}
     root = logging.getLogger()
-    cwd = os.getcwd()
+    cwd = _working_folder()
     return Launch(
         run=run._id,
         config=config.to_dict(),
@@ -179,13 +180,23 @@ def _message(run: Run, function: Callable[..., Any], pickled: payload.Payload, c
     )
 
 
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the working folder was removed; os.chdir(...) to one that exists") from None
+
+
 def _is_text(value: str) -> bool:
     """Whether a variable is UTF-8; the few that are not can't travel."""
     return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _format(handler: logging.Handler) -> str:
-    return handler.formatter._fmt or "" if handler.formatter is not None else ""
+    """A handler's format where it is of the usual % kind, else ""."""
+    formatter = handler.formatter
+    usual = formatter is not None and type(getattr(formatter, "_style", None)) is logging.PercentStyle
+    return (formatter._fmt or "") if formatter is not None and usual else ""
 
 
 def _warning_row(row: Any) -> list[Any]:
@@ -218,9 +229,10 @@ def _choose(
         base = LaunchConfig.load(base)
     if isinstance(given.get("use_port"), str):
         given["use_port"] = _port(given["use_port"])
-    for name in ("devices", "env"):
-        if given.get(name) is not None and not isinstance(given[name], str):
-            given[name] = list(given[name]) if name == "devices" else dict(given[name])
+    if isinstance(given.get("devices"), Sequence) and not isinstance(given["devices"], str):
+        given["devices"] = list(given["devices"])
+    if isinstance(given.get("env"), Mapping):
+        given["env"] = dict(given["env"])
     chosen = launch_config.from_mapping({**(base.to_dict() if base is not None else {}), **given})
     name = chosen.name or getattr(function, "__name__", type(function).__name__)
     seed = chosen.seed if chosen.seed is not None else random.SystemRandom().randrange(2**31)

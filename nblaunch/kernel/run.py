@@ -215,6 +215,9 @@ class Run:
         """Take in one message of this run."""
         match message:
             case Result():
+                former = self._results.get(message.rank)
+                if isinstance(former, int):
+                    os.close(former)  # of an attempt that was started again
                 self._results[message.rank] = fds[0]
                 return
             case Refused():

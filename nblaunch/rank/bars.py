@@ -1,20 +1,91 @@
-"""tqdm's bars, of every flavour, as bars of the rank: nothing is printed, the reporter shows them."""
+"""Bars of a rank: `nblaunch.progress`, and tqdm's of every flavour. Nothing is printed, the reporter shows them."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
+import time
 import types
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from nblaunch.rank import context
 from nblaunch.wire.messages import Bar
 
 if TYPE_CHECKING:
     from nblaunch.rank.reporter import Reporter
 
+T = TypeVar("T")
+
 _FANCY = {"tqdm.notebook": ("tqdm_notebook", "tnrange"), "tqdm.rich": ("tqdm_rich", "trrange")}
 """Modules whose bars draw on what a rank has not, with their own names for `tqdm` and `trange`."""
+
+
+def progress(iterable: Iterable[T], *, desc: str = "", total: float | None = None, unit: str = "it") -> Iterator[T]:
+    """Iterate, and show this rank's bar on the dashboard. Outside a launch it only iterates.
+
+    Args:
+        iterable: What to iterate over; bars in bars are shown indented.
+        desc: What stands before the bar.
+        total: The number of items, where `len(iterable)` can't tell.
+        unit: What one item is called.
+    """
+    current = context.current()
+    if current is None:
+        yield from iterable
+        return
+    if total is not None and not isinstance(total, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"progress(total={total!r}) got {type(total).__name__}, expected a number")
+    if total is None and hasattr(iterable, "__len__"):
+        total = len(iterable)  # pyright: ignore[reportArgumentType]
+    bar = current.reporter.open_bar(desc, total, unit)
+    try:
+        for item in iterable:
+            yield item
+            bar.n += 1
+    finally:
+        bar.close()
+
+
+class RunningBar:
+    """A bar that is being counted up; the reporter looks at it a few times a second."""
+
+    def __init__(self, number: int, description: str, total: float | None, unit: str, depth: int) -> None:
+        self.number, self.description, self.total, self.unit, self.depth = (
+            number,
+            description,
+            total,
+            unit,
+            depth,
+        )
+        self.n: float = 0
+        self.postfix = ""
+        self.closed = False
+        self._marks: deque[tuple[float, float]] = deque([(time.monotonic(), 0)], maxlen=20)
+
+    def close(self) -> None:
+        """The loop has ended."""
+        self.closed = True
+
+    def look(self) -> Bar:
+        """The bar as it stands; the rate is over the last few looks."""
+        now = time.monotonic()
+        self._marks.append((now, self.n))
+        then, before = self._marks[0]
+        rate = (self.n - before) / (now - then) if now > then and self.n > before else None
+        return Bar(
+            self.number,
+            self.description,
+            self.n,
+            self.total,
+            rate,
+            self.unit,
+            self.depth,
+            self.closed,
+            self.postfix,
+        )
 
 
 def change_tqdm(module: types.ModuleType, reporter: Reporter) -> None:

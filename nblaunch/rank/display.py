@@ -44,7 +44,14 @@ class Displayer:
         return _Handle(self, identity) if identity else None
 
     def publish(self, data: dict[str, Any], metadata: dict[str, Any], *, display_id: Any, update: bool) -> None:
-        """Send a mime bundle; of one that is too large the text alone."""
+        """Send a mime bundle; of one that is too large the text alone.
+
+        Raises:
+            TypeError: Its keys are not all text.
+        """
+        for key in (*data, *metadata):
+            if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"display() got a mime bundle with the key {key!r}, expected mime types, as text")
         size = sum(len(value) for value in data.values() if isinstance(value, str | bytes))
         if size > _LARGEST:
             text = data.get("text/plain", "")

@@ -6,6 +6,7 @@ import atexit
 import logging
 import multiprocessing.util
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -37,9 +38,12 @@ def end(reporter: Reporter, code: int) -> None:
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
         atexit._run_exitfuncs()
         _leave_process_group()
+    except KeyboardInterrupt:
+        reporter.stop()  # what remained to be done was cut short by whoever stops this rank
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         reporter.stop()
         for stream in (sys.stdout, sys.stderr):
             try:

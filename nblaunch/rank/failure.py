@@ -17,6 +17,7 @@ from nblaunch.wire.messages import Failure, Frame
 
 _OURS = str(Path(__file__).parent) + os.sep
 _LARGEST_PICKLE = 1 << 24
+_LONGEST_TEXT = 1 << 17
 
 
 def unsendable(value: object, error: Exception, rank: int, run: str) -> Failure:
@@ -39,12 +40,24 @@ def describe(error: BaseException, rank: int, run: str, labels: Mapping[int, int
         host=socket.gethostname(),
         type=name,
         message=_text(error),
-        text="".join(traceback.format_exception(error)),
+        text=_shortened("".join(traceback.format_exception(error))),
         frames=_frames(error.__traceback__),
         pickled=_pickle(error, labels),
-        code=error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 0,
+        code=_exit_code(error),
         run=run,
     )
+
+
+def _exit_code(error: BaseException) -> int:
+    """What Python would exit with: `sys.exit("text")` is 1."""
+    if not isinstance(error, SystemExit):
+        return 0
+    return error.code if isinstance(error.code, int) else 1
+
+
+def _shortened(text: str) -> str:
+    half = _LONGEST_TEXT // 2
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:half]}\n... left out ...\n{text[-half:]}"
 
 
 def _kind_of(error: BaseException) -> str:

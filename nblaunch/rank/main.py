@@ -98,6 +98,7 @@ def _call(message: Begin, reporter: Reporter, payload_fd: int) -> object:
     global _received
     launch = message.launch
     config = from_mapping(launch.config)
+    signal.signal(signal.SIGINT, reporter.interrupt)
     surroundings.prepare(message, config)
     main = surroundings.fresh_main(launch.sources, payload_fd)
     install_hooks(reporter, message)

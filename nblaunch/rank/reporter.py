@@ -1,7 +1,7 @@
 """What a rank says: metrics and bars in batches from a thread of its own, everything else at once.
 
-The public `log` and `progress` only leave a note here; a reporter thread sends a batch every 50 ms, so that a training
-loop never waits for the agent, for the notebook, or (DESIGN.md, rule 10) for its device.
+The public `log` (metrics.py) and `progress` (bars.py) only leave a note here; a reporter thread sends a batch every
+50 ms, so that a training loop never waits for the agent, for the notebook, or for its device.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import array
 import itertools
 import math
-import sys
 import threading
 import time
+import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nblaunch.rank import context
+from nblaunch.rank.bars import RunningBar
+from nblaunch.rank.metrics import checked_name, checked_step, is_ready, number_of, read
 from nblaunch.rank.stacks import where_main_thread_is
-from nblaunch.training.devices import Sampler, defer
+from nblaunch.training.devices import Sampler
 from nblaunch.wire.channel import Channel
-from nblaunch.wire.messages import Bar, Collective, Device, Message, Metrics, Notice, Progress
+from nblaunch.wire.messages import Collective, Device, Message, Metrics, Notice, Progress
 
 BATCH_SECONDS = 0.05
 PROGRESS_SECONDS = 0.25
@@ -28,87 +30,6 @@ HEARTBEAT_SECONDS = 1.0
 SAMPLE_SECONDS = 1.0
 VALUES_A_SECOND = 1000
 _CLOSED_BARS = 3
-
-T = TypeVar("T")
-
-
-def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **metrics: Any) -> None:
-    """Record metrics of this rank: `log(loss=loss, step=i)`. Never waits for a device; does nothing outside a launch.
-
-    Args:
-        values: Metrics by name, where the names aren't identifiers; 0-d or one-element tensors, floats, ints, bools.
-        step: The step that they belong to; by default the number of earlier calls without one.
-        **metrics: More metrics by name.
-
-    Raises:
-        TypeError: A value is not a number or a tensor of one element.
-    """
-    current = context.current()
-    if current is not None:
-        current.reporter.log({**values, **metrics} if values else metrics, step)
-
-
-def progress(iterable: Iterable[T], *, desc: str = "", total: float | None = None, unit: str = "it") -> Iterator[T]:
-    """Iterate, and show this rank's bar on the dashboard. Outside a launch it only iterates.
-
-    Args:
-        iterable: What to iterate over; bars in bars are shown indented.
-        desc: What stands before the bar.
-        total: The number of items, where `len(iterable)` can't tell.
-        unit: What one item is called.
-    """
-    current = context.current()
-    if current is None:
-        yield from iterable
-        return
-    if total is None and hasattr(iterable, "__len__"):
-        total = len(iterable)  # pyright: ignore[reportArgumentType]
-    bar = current.reporter.open_bar(desc, total, unit)
-    try:
-        for item in iterable:
-            yield item
-            bar.n += 1
-    finally:
-        bar.close()
-
-
-class RunningBar:
-    """A bar that is being counted up; the reporter looks at it a few times a second."""
-
-    def __init__(self, number: int, description: str, total: float | None, unit: str, depth: int) -> None:
-        self.number, self.description, self.total, self.unit, self.depth = (
-            number,
-            description,
-            total,
-            unit,
-            depth,
-        )
-        self.n: float = 0
-        self.postfix = ""
-        self.closed = False
-        self._marks: deque[tuple[float, float]] = deque([(time.monotonic(), 0)], maxlen=20)
-
-    def close(self) -> None:
-        """The loop has ended."""
-        self.closed = True
-
-    def look(self) -> Bar:
-        """The bar as it stands; the rate is over the last few looks."""
-        now = time.monotonic()
-        self._marks.append((now, self.n))
-        then, before = self._marks[0]
-        rate = (self.n - before) / (now - then) if now > then and self.n > before else None
-        return Bar(
-            self.number,
-            self.description,
-            self.n,
-            self.total,
-            rate,
-            self.unit,
-            self.depth,
-            self.closed,
-            self.postfix,
-        )
 
 
 class Reporter:
@@ -131,14 +52,16 @@ class Reporter:
         self._sent_progress: Progress | None = None
         self._muted = False
         self._said_captured = False
+        self._said_broken = False
+        self._main_thread = threading.main_thread().ident
+        self._sending = self._interrupted = False
         self._batching = threading.Lock()
 
     # ---- noted, sent by the thread
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Note metrics; tensors on a device are copied without waiting for them."""
-        if step is None:
-            step = next(self._steps)
+        step = next(self._steps) if step is None else checked_step(step)
         for value in values.values():
             if type(value) is not float and type(value) is not int:
                 values = self._numbers(values)
@@ -147,7 +70,7 @@ class Reporter:
 
     def _numbers(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values that can be read later; nothing has a value while a CUDA graph is captured."""
-        numbers = {name: _number(name, value) for name, value in values.items()}
+        numbers = {checked_name(name): number_of(name, value) for name, value in values.items()}
         captured = [name for name, number in numbers.items() if number is None]
         if captured and not self._said_captured:
             self._said_captured = True
@@ -183,20 +106,29 @@ class Reporter:
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send at once, whatever else is going on; an interrupt waits until the frame is whole."""
-        interrupt: KeyboardInterrupt | None = None
-        with self._lock:
-            if self._muted:
-                return
-            self._channel.send(message, fds)
-            while self._channel.waiting:
-                try:
+        in_main = threading.get_ident() == self._main_thread
+        self._sending = self._sending or in_main
+        try:
+            with self._lock:
+                if not self._muted:
+                    self._channel.send(message, fds)
+                while self._channel.waiting and not self._muted:
                     self._channel.flush()
                     if self._channel.waiting:
                         time.sleep(0.001)
-                except KeyboardInterrupt as error:
-                    interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        finally:
+            if in_main:
+                self._sending = False
+                if self._interrupted:
+                    self._interrupted = False
+                    raise KeyboardInterrupt
+
+    def interrupt(self, number: int, frame: types.FrameType | None) -> None:
+        """The rank's handler of SIGINT: Python's own, but that no frame is torn."""
+        if self._sending:
+            self._interrupted = True
+        else:
+            raise KeyboardInterrupt
 
     # ---- the thread
 
@@ -228,12 +160,20 @@ class Reporter:
 
     def _work(self) -> None:
         while not self._stopped.wait(BATCH_SECONDS):
-            now = time.monotonic()
-            with self._batching:
-                if self._rows:
-                    self._send_metrics()
-                if now - self._last_progress >= PROGRESS_SECONDS:
-                    self._send_progress(now)
+            try:
+                self._send_batch(time.monotonic())
+            except Exception as error:  # what one batch could not say must not silence the next
+                if not self._said_broken:
+                    self._said_broken = True
+                    text = f"some metrics or bars of rank {self.rank} can't be shown: {type(error).__name__}: {error}"
+                    self.send(Notice(text, "warning", self.rank, self._run))
+
+    def _send_batch(self, now: float) -> None:
+        with self._batching:
+            if self._rows:
+                self._send_metrics()
+            if now - self._last_progress >= PROGRESS_SECONDS:
+                self._send_progress(now)
 
     def _send_progress(self, now: float) -> None:
         bars = [bar.look() for bar in list(self._bars.values())]
@@ -260,7 +200,7 @@ class Reporter:
             for name, value in row.items():
                 which.append(names.setdefault(name, len(names)))
                 steps.append(step)
-                values.append(_read(value))
+                values.append(read(value))
                 times.append(when)
         columns = (column.tobytes() for column in (which, steps, values, times))
         self.send(Metrics(self.rank, list(names), *columns, thinned=thinned, run=self._run))
@@ -270,7 +210,7 @@ class Reporter:
         rows: list[tuple[float, int, Mapping[str, Any]]] = []
         while self._rows:
             row = self._rows[0]
-            if not everything and not all(_ready(value) for value in row[2].values()):
+            if not everything and not all(is_ready(value) for value in row[2].values()):
                 break
             rows.append(self._rows.popleft())
         return rows
@@ -289,30 +229,3 @@ class Reporter:
         kept_count = sum(len(row[2]) for row in kept)
         self._tokens = max(0.0, self._tokens - kept_count)
         return kept, count - kept_count
-
-
-def _number(name: str, value: Any) -> Any:
-    """A value as something that can be read later without waiting for a device."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            raise TypeError(
-                f"log({name}=...) got a tensor of shape {tuple(value.shape)}, expected one element; "
-                "log its .mean(), or one metric for each element"
-            )
-        return float(value.detach()) if value.device.type == "cpu" else defer(value.detach())
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"log({name}=...) got {type(value).__name__} {str(value)[:60]!r}, "
-            "expected a number or a tensor of one element"
-        ) from None
-
-
-def _ready(value: Any) -> bool:
-    return isinstance(value, float | int) or value.ready()
-
-
-def _read(value: Any) -> float:
-    return float(value) if isinstance(value, float | int) else value.value()

@@ -51,7 +51,6 @@ def connect_streams(stdout_fd: int, stderr_fd: int) -> None:
 
 def prepare(message: Begin, config: LaunchConfig) -> None:
     """Everything that has to be so before the function is unpickled."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _limits()
     os.register_at_fork(before=_note_thread, after_in_child=_arm_child)
@@ -98,11 +97,13 @@ def _limits() -> None:
 
 
 _forks_in_main_thread = True
+_forking_pid = 0
 
 
 def _note_thread() -> None:
-    global _forks_in_main_thread
+    global _forks_in_main_thread, _forking_pid
     _forks_in_main_thread = threading.current_thread() is threading.main_thread()
+    _forking_pid = os.getpid()
 
 
 def _arm_child() -> None:
@@ -114,7 +115,7 @@ def _arm_child() -> None:
     if current is not None:
         current.reporter.mute()
     if _forks_in_main_thread:
-        die_with_parent(os.getppid())
+        die_with_parent(_forking_pid)
 
 
 def _folder_and_path(launch: Launch) -> None:
@@ -130,7 +131,9 @@ def _folder_and_path(launch: Launch) -> None:
 def _warnings_and_logging(launch: Launch) -> None:
     filters: list[Any] = []
     for action, message, category, module, lineno in launch.warnings:
-        filters.append((action, _pattern(message), _category(category), _pattern(module), lineno))
+        kind = _category(category)
+        if kind is not None:
+            filters.append((action, _pattern(message), kind, _pattern(module), lineno))
     warnings.filters[:] = filters  # pyright: ignore[reportIndexIssue]
     warnings._filters_mutated()  # pyright: ignore[reportAttributeAccessIssue]
     if launch.log_format:
@@ -142,14 +145,14 @@ def _pattern(text: str) -> re.Pattern[str] | None:
     return re.compile(text, re.IGNORECASE) if text else None
 
 
-def _category(name: str) -> type[Warning]:
-    """A warning's class by its qualified name; one that can't be had here stands for all."""
+def _category(name: str) -> type[Warning] | None:
+    """A warning's class by its qualified name; None for one that can't be had here, such as a cell's own."""
     module, _, qualname = name.rpartition(".")
     try:
         category = getattr(importlib.import_module(module), qualname)
     except (ImportError, AttributeError, ValueError):
-        return Warning
-    return category if isinstance(category, type) and issubclass(category, Warning) else Warning
+        return None
+    return category if isinstance(category, type) and issubclass(category, Warning) else None
 
 
 def _threads(count: int) -> None:
