@@ -21,3 +21,7 @@ class ResultError(NblaunchError):
 
 class AgentError(NblaunchError):
     """The agent, the process that starts the ranks, could not start or died."""
+
+
+class CollectiveError(NblaunchError, RuntimeError):
+    """The ranks did different things where all must do the same, or one of them failed at it."""

@@ -1,0 +1,94 @@
+"""Where training stands between two optimizer steps, shared by accelerator, optimizers, schedulers and loaders."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from nblaunch.training.options import GradientAccumulationPlugin
+
+
+class GradientState:
+    """Whether this micro-step exchanges gradients, and which loaders are being iterated over.
+
+    One belongs to each `Accelerator`; whatever it prepares holds it. Loaders add themselves while they are iterated
+    over, the innermost last. They are held weakly.
+    """
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        self.plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
+        self.sync_gradients = True
+        """Whether the present backward exchanges gradients and optimizers act."""
+        self._loaders: list[weakref.ref[Any]] = []
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-steps in a window."""
+        return self.plugin.num_steps
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """As the plugin says."""
+        return self.plugin.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether a window ends with the loader."""
+        return self.plugin.sync_with_dataloader
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The plugin's options that differ from their defaults."""
+        return self.plugin.to_kwargs()
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The prepared loaders that are being iterated over, outermost first."""
+        return [loader for loader in (reference() for reference in self._loaders) if loader is not None]
+
+    @property
+    def active_dataloader(self) -> Any | None:
+        """The innermost loader that is being iterated over."""
+        while self._loaders:
+            loader = self._loaders[-1]()
+            if loader is not None:
+                return loader
+            self._loaders.pop()
+        return None
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated over."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the innermost loader's last batch is in the user's hands."""
+        loader = self.active_dataloader
+        return loader is not None and loader.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Real samples in the innermost loader's last global batch; -1 where unknown."""
+        loader = self.active_dataloader
+        return -1 if loader is None else loader.remainder
+
+    def _add_dataloader(self, loader: Any) -> None:
+        self._remove_dataloader(loader)
+        self._loaders.append(weakref.ref(loader))
+
+    def _remove_dataloader(self, loader: Any) -> None:
+        others = ((reference, reference()) for reference in self._loaders)
+        self._loaders = [
+            reference for reference, other in others if other is not None and other is not loader
+        ]
+
+    def __repr__(self) -> str:
+        return (
+            f"GradientState(sync_gradients={self.sync_gradients}, end_of_dataloader={self.end_of_dataloader}, "
+            f"remainder={self.remainder}, num_steps={self.num_steps})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Loaders in iteration stay behind: a copy elsewhere iterates over none."""
+        return {**self.__dict__, "_loaders": []}
