@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 
-class Message(msgspec.Struct, tag=True, array_like=False, omit_defaults=True):
+class Message(msgspec.Struct, tag=True, tag_field="_", omit_defaults=True):
     """The base of all messages."""
 
 
@@ -144,6 +144,7 @@ class Started(Message):
 
     run: str
     folder: str
+    """The folder of this run, absolute."""
     world_size: int
     ranks: list[int]
     pids: list[int]
@@ -200,11 +201,10 @@ class State(Message):
 
 
 class Result(Message):
-    """A rank's return value, attached; an empty attachment with `error` where it can't be sent."""
+    """A rank's return value, attached."""
 
     rank: int
     run: str = ""
-    error: str = ""
 
 
 class Failure(Message):
@@ -212,7 +212,7 @@ class Failure(Message):
 
     rank: int
     kind: str
-    """"exception", "signal", "exit", "memory", "stopped", "collective"."""
+    """"exception", "signal", "exit", "memory", "stopped", "collective", "result" (a return value that can't be sent)."""
     time: float
     host: str = ""
     type: str = ""
@@ -311,9 +311,12 @@ class Imported(Message):
 
 
 class Import(Message):
-    """Import these, in a copy of the template that takes its place if it stays clean."""
+    """Import these in a copy of the template; attached: the copy's channel. Answered on it by Warm."""
 
     modules: list[str]
+    environment: dict[str, str] | None = None
+    """The environment to import under; None is the agent's own."""
+    path: list[str] | None = None
 
 
 class Warm(Message):

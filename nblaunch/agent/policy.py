@@ -1,0 +1,112 @@
+"""What a death means: which of the things that went wrong is the cause, and which only followed from it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from nblaunch.wire.messages import Failure
+
+SYMPTOM_PATIENCE = 0.5
+"""Seconds that the loss of a peer waits for its cause."""
+
+_PEER_ERRORS = re.compile(
+    r"Dist(Backend|Network|Store)Error|ConnectionResetError|BrokenPipeError|RuntimeError|ValueError"
+)
+_PEER_LOST = re.compile(
+    r"gloo/transport|"
+    r"Connection closed by peer|Connection reset by peer|Socket closed|recvValue failed|failed to recv|"
+    r"Application timeout caused pair closure|"
+    r"NCCL communicator was aborted|remote process exited|ncclRemoteError|ncclSystemError|"
+    r"Watchdog caught collective operation timeout|"
+    r"Broken pipe.*TCPStore|TCPStore.*Broken pipe|The client socket has (timed out|failed)"
+)
+
+
+def is_symptom(failure: Failure) -> bool:
+    """Whether an exception, or one that it came from, only says that another rank was lost."""
+    if failure.kind != "exception" or _PEER_ERRORS.search(failure.text) is None:
+        return False
+    return _PEER_LOST.search(failure.text) is not None
+
+
+def root_cause(failures: list[Failure], stopped: Mapping[int, float]) -> Failure | None:
+    """The failure that explains the others (DESIGN.md, rule 8).
+
+    Args:
+        failures: What is known, in any order.
+        stopped: Rank to the time at which it was told to stop; what it said after that is no cause.
+    """
+
+    def weight(failure: Failure) -> tuple[bool, bool, bool, float]:
+        after_stop = failure.rank in stopped and failure.time >= stopped[failure.rank]
+        return failure.kind == "stopped", after_stop, failure.symptom, failure.time
+
+    return min(failures, key=weight, default=None)
+
+
+def death(rank: int, status: int, *, out_of_memory: bool) -> Failure:
+    """What `waitpid`'s status of a rank that said nothing means."""
+    now = time.time()
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number == signal.SIGKILL and out_of_memory:
+            text = "the system ran out of memory and killed it (SIGKILL)"
+            return Failure(rank, "memory", now, message=text, code=number)
+        return Failure(rank, "signal", now, message=f"was killed by {signal_name(number)}", code=number)
+    code = os.waitstatus_to_exitcode(status)
+    return Failure(rank, "exit", now, message=f"exited with code {code} before it returned", code=code)
+
+
+def signal_name(number: int) -> str:
+    """A signal as one says it: "SIGSEGV (segmentation fault)"."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    words = signal.strsignal(number)
+    return f"{name} ({words.lower()})" if words else name
+
+
+class MemoryKills:
+    """The counters in which the kernel says that it killed for memory."""
+
+    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+        self._files = [*_cgroup_files(proc, cgroups), proc / "vmstat"]
+        self._before = self._read()
+
+    def happened(self) -> bool:
+        """Whether a counter has risen since the last time this was asked."""
+        before, self._before = self._before, self._read()
+        return any(now > before.get(file, now) for file, now in self._before.items())
+
+    def _read(self) -> dict[Path, int]:
+        counts: dict[Path, int] = {}
+        for file in self._files:
+            try:
+                match = re.search(r"^oom_kill (\d+)", file.read_text(), re.MULTILINE)
+            except OSError:
+                continue
+            if match:
+                counts[file] = int(match[1])
+        return counts
+
+
+def _cgroup_files(proc: Path, cgroups: Path) -> list[Path]:
+    """Where this process's cgroup, version 1 or 2, counts them."""
+    files: list[Path] = []
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return files
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            files += [cgroups / path.lstrip("/") / "memory.events", cgroups / "memory.events"]
+        elif "memory" in controllers.split(","):
+            files += [cgroups / "memory" / path.lstrip("/") / "memory.oom_control"]
+    return files

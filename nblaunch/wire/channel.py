@@ -1,0 +1,196 @@
+"""Frames of messages over a stream socket, with file descriptors as attachments where it is a Unix one.
+
+A frame is a header (body length, lane, number of attachments) and a body. Bodies of the lane TYPED are opened by
+whoever receives them; METRICS and PROGRESS bodies are forwarded as they came.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Union
+
+import msgspec
+
+from nblaunch.wire import messages
+from nblaunch.wire.messages import Message
+
+TYPED, METRICS, PROGRESS = range(3)
+
+_HEADER = struct.Struct("<IBB")
+_LARGEST = 1 << 30
+_FDS_AT_ONCE = 64
+_READ = 1 << 18
+
+_encoder = msgspec.msgpack.Encoder()
+_kinds = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)]
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    Union[tuple(kind for kind in _kinds if kind is not Message)]
+)
+
+_LANES: dict[type[Message], int] = {messages.Metrics: METRICS, messages.Progress: PROGRESS}
+
+
+class ChannelClosed(ConnectionError):
+    """The other side is gone."""
+
+
+class Frame(NamedTuple):
+    """One frame as it came: still closed, with its attachments as descriptors that the receiver owns."""
+
+    lane: int
+    body: bytes
+    fds: tuple[int, ...]
+
+    def open(self) -> Message:
+        """The message in it.
+
+        Raises:
+            msgspec.DecodeError: The body is not a message.
+        """
+        return _decoder.decode(self.body)
+
+
+def encode(message: Message, attachments: int = 0) -> bytes:
+    """The frame of `message`, whole."""
+    body = _encoder.encode(message)
+    return _HEADER.pack(len(body), _LANES.get(type(message), TYPED), attachments) + body
+
+
+class Channel:
+    """One end of a connection. Never blocks: what can't be sent yet waits here until `flush`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        connection.setblocking(False)
+        self._out: deque[tuple[memoryview, list[int]]] = deque()
+        self._in = bytearray()
+        self._fds: deque[int] = deque()
+        self.waiting = 0
+        """Bytes that are queued to be sent."""
+        self.closed = False
+        """The other side has closed; whatever it sent before has been received."""
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for a selector."""
+        return self._socket.fileno()
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Queue a message and send what can be sent now; the channel owns `fds` from here on and closes them."""
+        self._queue(encode(message, len(fds)), list(fds))
+
+    def forward(self, frame: Frame) -> None:
+        """Queue a frame as it came."""
+        header = _HEADER.pack(len(frame.body), frame.lane, len(frame.fds))
+        self._queue(header + frame.body, list(frame.fds))
+
+    def _queue(self, data: bytes, fds: list[int]) -> None:
+        self._out.append((memoryview(data), fds))
+        self.waiting += len(data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much as the socket takes now. Nothing is raised if the other side is gone: `receive` tells that."""
+        while self._out:
+            data, fds = self._out[0]
+            try:
+                if fds:
+                    sent = self._socket.sendmsg([data], [_rights(fds)])
+                else:
+                    sent = self._socket.send(data)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._drop_queue()
+                return
+            self.waiting -= sent
+            for fd in fds:
+                os.close(fd)
+            if sent == len(data):
+                self._out.popleft()
+            else:
+                self._out[0] = (data[sent:], [])
+
+    def receive(self) -> list[Frame]:
+        """All frames that have arrived whole; sets `closed` at the end of the stream.
+
+        Raises:
+            ChannelClosed: What came is no frame of ours; the connection is of no use any more.
+        """
+        while not self.closed:
+            try:
+                data, ancillary, _, _ = self._socket.recvmsg(_READ, socket.CMSG_SPACE(4 * _FDS_AT_ONCE))
+            except BlockingIOError:
+                break
+            except OSError:
+                self.closed = True
+                break
+            for level, kind, payload in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    self._fds.extend(array.array("i", payload[: len(payload) - len(payload) % 4]))
+            if not data:
+                self.closed = True
+                break
+            self._in += data
+            if len(data) < _READ and not ancillary:
+                break
+        return self._split()
+
+    def wait(self, timeout: float | None = None) -> list[Frame]:
+        """Like `receive`, but waits for at least one frame, the end of the stream, or `timeout` seconds."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while True:
+            frames = self.receive()
+            if frames or self.closed:
+                return frames
+            if not poll.poll(None if timeout is None else timeout * 1000):
+                return []
+
+    def close(self) -> None:
+        """Close the socket and every descriptor that was still to be sent or fetched."""
+        self._drop_queue()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        self._socket.close()
+
+    def _split(self) -> list[Frame]:
+        frames: list[Frame] = []
+        start = 0
+        while len(self._in) - start >= _HEADER.size:
+            length, lane, attachments = _HEADER.unpack_from(self._in, start)
+            if length > _LARGEST or lane > PROGRESS:
+                raise ChannelClosed("what came over the connection is no message of nblaunch")
+            end = start + _HEADER.size + length
+            if len(self._in) < end or len(self._fds) < attachments:
+                break
+            fds = tuple(self._fds.popleft() for _ in range(attachments))
+            frames.append(Frame(lane, bytes(self._in[start + _HEADER.size : end]), fds))
+            start = end
+        del self._in[:start]
+        return frames
+
+    def _drop_queue(self) -> None:
+        for _, fds in self._out:
+            for fd in fds:
+                os.close(fd)
+        self._out.clear()
+        self.waiting = 0
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets, closed on exec, with room for a few thousand small messages."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    return ends
+
+
+def _rights(fds: list[int]) -> tuple[int, int, bytes]:
+    return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes()
