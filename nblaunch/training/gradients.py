@@ -1,25 +1,39 @@
-"""Where training stands between two optimizer steps, shared by accelerator, optimizers, schedulers and loaders."""
+"""Where training stands between two optimizer steps: shared by optimizers, schedulers and loaders."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 from nblaunch.training.options import GradientAccumulationPlugin
+
+
+class IteratedLoader(Protocol):
+    """What a prepared loader tells while it is iterated over."""
+
+    end_of_dataloader: bool
+    """Whether the last batch is in the user's hands."""
+    remainder: int
+    """Real samples in the last global batch; -1 where unknown."""
+
+    @property
+    def batches_left(self) -> int | None:
+        """Batches that this pass will still yield after the present one; None where the length is unknown."""
+        ...
 
 
 class GradientState:
     """Whether this micro-step exchanges gradients, and which loaders are being iterated over.
 
-    One belongs to each `Accelerator`; whatever it prepares holds it. Loaders add themselves while they are iterated
-    over, the innermost last. They are held weakly.
+    One belongs to each `Accelerator`; whatever it prepares holds it. Loaders add themselves while they are
+    iterated over, the innermost last. They are held weakly.
     """
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         self.plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
         self.sync_gradients = True
         """Whether the present backward exchanges gradients and optimizers act."""
-        self._loaders: list[weakref.ref[Any]] = []
+        self._loaders: list[weakref.ref[IteratedLoader]] = []
 
     @property
     def num_steps(self) -> int:
@@ -42,12 +56,12 @@ class GradientState:
         return self.plugin.to_kwargs()
 
     @property
-    def dataloader_references(self) -> list[Any]:
+    def dataloader_references(self) -> list[IteratedLoader]:
         """The prepared loaders that are being iterated over, outermost first."""
         return [loader for loader in (reference() for reference in self._loaders) if loader is not None]
 
     @property
-    def active_dataloader(self) -> Any | None:
+    def active_dataloader(self) -> IteratedLoader | None:
         """The innermost loader that is being iterated over."""
         while self._loaders:
             loader = self._loaders[-1]()
@@ -73,11 +87,11 @@ class GradientState:
         loader = self.active_dataloader
         return -1 if loader is None else loader.remainder
 
-    def _add_dataloader(self, loader: Any) -> None:
+    def _add_dataloader(self, loader: IteratedLoader) -> None:
         self._remove_dataloader(loader)
         self._loaders.append(weakref.ref(loader))
 
-    def _remove_dataloader(self, loader: Any) -> None:
+    def _remove_dataloader(self, loader: IteratedLoader) -> None:
         others = ((reference, reference()) for reference in self._loaders)
         self._loaders = [
             reference for reference, other in others if other is not None and other is not loader
@@ -85,8 +99,8 @@ class GradientState:
 
     def __repr__(self) -> str:
         return (
-            f"GradientState(sync_gradients={self.sync_gradients}, end_of_dataloader={self.end_of_dataloader}, "
-            f"remainder={self.remainder}, num_steps={self.num_steps})"
+            f"GradientState(sync_gradients={self.sync_gradients}, num_steps={self.num_steps}, "
+            f"end_of_dataloader={self.end_of_dataloader}, remainder={self.remainder})"
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -46,6 +46,16 @@ class GradScalerKwargs(KwargsHandler):
 
 
 @dataclass
+class AORecipeKwargs(KwargsHandler):
+    """How torchao computes in fp8."""
+
+    config: Any = None
+    """A `torchao.float8.Float8LinearConfig`; None is torchao's default."""
+    module_filter_func: Callable[[Any, str], bool] | None = None
+    """Given a layer and its name: whether it computes in fp8."""
+
+
+@dataclass
 class InitProcessGroupKwargs(KwargsHandler):
     """Options of `torch.distributed.init_process_group`; None leaves the choice to the launch and to PyTorch."""
 
@@ -71,11 +81,13 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """FP16 or BF16 around what `comm_hook` sends."""
     comm_state_option: dict[str, Any] = field(default_factory=dict[str, Any])
     """Options of `PowerSGDState`, such as `matrix_approximation_rank`."""
+    sync_batch_norm: bool = False
+    """Whether batch norm layers take their statistics over all ranks (CUDA)."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The options of the DDP constructor, without those of its communication hook."""
-        hook = ("comm_hook", "comm_wrapper", "comm_state_option")
-        return {name: value for name, value in super().to_dict().items() if name not in hook}
+        """The options of the DDP constructor, without those that are applied beside it."""
+        beside = ("comm_hook", "comm_wrapper", "comm_state_option", "sync_batch_norm")
+        return {name: value for name, value in super().to_dict().items() if name not in beside}
 
 
 @dataclass
