@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -63,11 +64,15 @@ def announce(kind: str, tensors: Sequence[torch.Tensor] = ()) -> None:
                 number=next(_numbers),
                 kind=kind,
                 shapes=[list(tensor.shape) for tensor in tensors],
-                dtypes=[str(tensor.dtype) for tensor in tensors],
+                dtypes=[_name(tensor.dtype) for tensor in tensors],
             )
         )
     elif debug():
-        _compare(kind, [(list(tensor.shape), str(tensor.dtype)) for tensor in tensors])
+        _compare(kind, [(list(tensor.shape), _name(tensor.dtype)) for tensor in tensors])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _compare(kind: str, sent: list[tuple[list[int], str]]) -> None:
@@ -83,7 +88,7 @@ def _compare(kind: str, sent: list[tuple[list[int], str]]) -> None:
 
 
 def _describe(kind: str, sent: list[tuple[list[int], str]]) -> str:
-    shapes = ", ".join(f"{tuple(shape)} {dtype.removeprefix('torch.')}" for shape, dtype in sent)
+    shapes = ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype in sent)
     return f"{kind} of {shapes}" if shapes else kind
 
 
@@ -200,3 +205,21 @@ def agree(error: BaseException | None, what: str) -> None:
             raise CollectiveError(f"{what} failed on " + "; ".join(failed))
     if error is not None:
         raise error
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """A block that all ranks run: where it fails on one, it raises on all, after all have run it.
+
+    Args:
+        what: What is being done, for the message on the other ranks.
+
+    Raises:
+        CollectiveError: On ranks where it went well, if it failed on another.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    agree(failure, what)

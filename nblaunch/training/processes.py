@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -35,6 +35,8 @@ class Identity:
     """The process group's backend, or None without a group."""
     environment: tuple[str | None, ...]
     """What the environment said when this was found out."""
+    settings: dict[str, str] = field(default_factory=dict[str, str])
+    """What the first `Accelerator` decided for all of this process."""
 
 
 _identity: Identity | None = None
@@ -61,14 +63,23 @@ def identity(cpu: bool = False, **group_options: Any) -> Identity:
         and known.environment == environment
         and (known.backend is not None) == group.active()
     ):
-        if cpu and known.device.type != "cpu":
-            raise ConfigError(
-                f"cpu=True was asked for, but this process already trains on {known.device}; ask for the CPU in the "
-                "first PartialState or Accelerator, or launch with devices='cpu'"
-            )
+        _refuse_contradiction(known, cpu, group_options.get("backend"))
         return known
     _identity = _find_out(cpu, environment, group_options)
     return _identity
+
+
+def _refuse_contradiction(known: Identity, cpu: bool, backend: str | None) -> None:
+    if cpu and known.device.type != "cpu":
+        raise ConfigError(
+            f"cpu=True was asked for, but this process already trains on {known.device}; ask for the CPU in the "
+            'first PartialState or Accelerator, or launch with devices="cpu"'
+        )
+    if backend is not None and known.backend is not None and backend != known.backend:
+        raise ConfigError(
+            f"backend={backend!r} was asked for, but this process is in a {known.backend} group already; ask for it "
+            "in the first PartialState or Accelerator"
+        )
 
 
 def _find_out(cpu: bool, environment: tuple[str | None, ...], options: dict[str, Any]) -> Identity:
@@ -94,6 +105,33 @@ def _find_out(cpu: bool, environment: tuple[str | None, ...], options: dict[str,
 def _local_rank_of_group() -> int:
     """The local rank where no launcher told it: all ranks of a group that the user made are taken to be on this machine."""
     return group.rank()
+
+
+def settle(name: str, asked: str | None, decide: Callable[[str | None], str]) -> str:
+    """A setting that one process has only once: the first decision, unless another is asked for now.
+
+    Args:
+        name: Of the setting.
+        asked: What is asked for now, or None.
+        decide: Makes the first decision.
+
+    Raises:
+        ConfigError: Something else was decided before.
+    """
+    settings = identity().settings
+    decided = decide(asked) if asked is not None or name not in settings else settings[name]
+    first = settings.setdefault(name, decided)
+    if first != decided:
+        raise ConfigError(
+            f"{name}={decided!r} contradicts this process's first Accelerator, which has {name}={first!r}; "
+            "use one for all, or end_training() before the next"
+        )
+    return decided
+
+
+def forget_settings() -> None:
+    """Let the next `Accelerator` of this process decide anew."""
+    identity().settings.clear()
 
 
 class PartialState:

@@ -1,0 +1,128 @@
+"""An accelerator's checkpoints: where they go, what they hold, and the hooks around them."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from nblaunch.training import checkpoint_folder, checkpoints, foreign_checkpoints, group
+from nblaunch.training.accumulation import Accumulation
+from nblaunch.training.checkpoint_folder import CheckpointError
+from nblaunch.training.options import ProjectConfiguration
+from nblaunch.training.preparing import Prepared
+from nblaunch.training.strategies.base import Strategy
+
+
+class Checkpointing:
+    """Saves and loads what one accelerator prepared.
+
+    Args:
+        prepared: The models and the rest.
+        strategy: Knows a model's whole state.
+        accumulation: Its counter is kept.
+        project: Where checkpoints go.
+    """
+
+    def __init__(
+        self, prepared: Prepared, strategy: Strategy, accumulation: Accumulation, project: ProjectConfiguration
+    ) -> None:
+        self.prepared = prepared
+        self.strategy = strategy
+        self.accumulation = accumulation
+        self.project = project
+        self.registered: list[Any] = []
+        self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+
+    def add_hook(self, hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
+        """Keep a hook until its handle removes it."""
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def register(self, objects: Sequence[Any]) -> None:
+        """Keep objects of the user's own in checkpoints.
+
+        Raises:
+            ValueError: One has no `state_dict` and `load_state_dict`.
+        """
+        methods = ("state_dict", "load_state_dict")
+        unable = [one for one in objects if not all(callable(getattr(one, name, None)) for name in methods)]
+        if unable:
+            kinds = ", ".join(type(one).__name__ for one in unable)
+            raise ValueError(f"{kinds} can't be checkpointed: state_dict() and load_state_dict() are needed")
+        self.registered.extend(objects)
+
+    def _training(self) -> checkpoints.Training:
+        prepared = self.prepared
+
+        def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+            return prepared.unwrap(model, False)
+
+        return checkpoints.Training(
+            models=prepared.models,
+            unwrap=unwrap,
+            state_dict=lambda model: self.strategy.state_dict(unwrap(model)),
+            optimizers=prepared.optimizers,
+            schedulers=prepared.schedulers,
+            loaders=prepared.loaders,
+            scaling=prepared.scaling,
+            registered=self.registered,
+            save_hooks=list(self.save_hooks.values()),
+            load_hooks=list(self.load_hooks.values()),
+            counters={"step": self.accumulation.step, "iteration": self.project.iteration},
+        )
+
+    @property
+    def _parent(self) -> Path:
+        if self.project.project_dir is None:
+            raise CheckpointError("where? pass a folder, or give the Accelerator a project_dir")
+        return Path(self.project.project_dir) / "checkpoints"
+
+    def save(self, folder: str | os.PathLike[str] | None, safe: bool) -> str:
+        """Write a checkpoint; see `Accelerator.save_state`."""
+        if folder is not None:
+            target = Path(folder)
+        elif self.project.automatic_checkpoint_naming:
+            target = self._parent / f"checkpoint_{self.project.iteration}"
+            if checkpoint_folder.whole(target) is not None:
+                raise CheckpointError(
+                    f"{target} is there already; load_state() goes on with the next number, or set "
+                    f"ProjectConfiguration(iteration={self.project.iteration + 1})"
+                )
+        else:
+            raise CheckpointError("where? pass a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)")
+        checkpoints.save(self._training(), target, self.project, safe)
+        if folder is None:
+            self.project.iteration += 1
+        return str(target)
+
+    def load(self, folder: str | os.PathLike[str] | None, strict: bool = True, **model_options: Any) -> None:
+        """Go on from a checkpoint; see `Accelerator.load_state`."""
+        if not self.prepared.models and not self.prepared.optimizers and not self.registered:
+            raise CheckpointError("load_state came before anything was prepared; prepare models and optimizers first")
+        given = self._newest() if folder is None else Path(folder)
+        if foreign_checkpoints.recognised(given):
+            foreign_checkpoints.load(self._training(), given, strict, model_options)
+            return
+        with group.together(f"loading {given}"):
+            found, manifest = checkpoint_folder.find(given)
+        checkpoints.load(self._training(), found, manifest, strict, model_options)
+        self.accumulation.step = manifest["counters"]["step"]
+        if checkpoint_folder.number_of(given) >= 0:
+            self.project.iteration = checkpoint_folder.number_of(given) + 1
+
+    def _newest(self) -> Path:
+        found: list[Path] = []
+        if group.rank() == 0 and self.project.project_dir is not None:
+            found = checkpoint_folder.numbered(self._parent)
+        newest = group.broadcast_object(found[-1] if found else None) if group.size() > 1 else found[-1:] and found[-1]
+        if not newest:
+            raise CheckpointError(f"there is no whole checkpoint in {self._parent}")
+        return newest
