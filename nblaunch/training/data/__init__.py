@@ -1,0 +1,25 @@
+"""Data loaders of ranks: `prepare_loader` shares one out, `drop_repeated` counts each sample once.
+
+shards.py      which rows each rank gets: index arithmetic alone
+samplers.py    the order of a pass, the same on all ranks
+sources.py     reading: by index, or from an iterable dataset
+dispatch.py    reading on rank 0 for all
+loaders.py     PreparedLoader
+resume.py      where a loader stands; skip_first_batches
+duplicates.py  which rows were repeats
+"""
+
+from nblaunch.training.data.duplicates import drop_repeated
+from nblaunch.training.data.loaders import PreparedLoader, overridden_even_batches
+from nblaunch.training.data.prepare import prepare_loader
+from nblaunch.training.data.resume import skip_first_batches
+from nblaunch.training.data.samplers import SeedableRandomSampler
+
+__all__ = [
+    "PreparedLoader",
+    "SeedableRandomSampler",
+    "drop_repeated",
+    "overridden_even_batches",
+    "prepare_loader",
+    "skip_first_batches",
+]
