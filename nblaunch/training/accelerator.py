@@ -45,7 +45,7 @@ from nblaunch.training.options import (
     TorchDynamoPlugin,
 )
 from nblaunch.training.preparing import KINDS, Prepared, prepare_all
-from nblaunch.training.processes import PartialState, forget_settings, settle
+from nblaunch.training.processes import PartialState, forget_settings, settle, settled
 from nblaunch.training.scaling import Scaling
 
 
@@ -133,7 +133,7 @@ class Accelerator(PartialState):
         handlers = by_kind(kwargs_handlers or ())
         grouping = handlers.get(InitProcessGroupKwargs) or InitProcessGroupKwargs()
         super().__init__(cpu, **grouping.to_kwargs())
-        name = settle("mixed_precision", mixed_precision and str(mixed_precision), precision.chosen)
+        name = settled("mixed_precision", mixed_precision and str(mixed_precision), precision.chosen)
         self.precision = precision.make(
             name,
             self.device,
@@ -174,6 +174,7 @@ class Accelerator(PartialState):
         self.log_with = trackers.choose(log_with, self.project_configuration.logging_dir)
         self.trackers: list[trackers.GeneralTracker] = []
         self._trigger = False
+        settle("mixed_precision", name)
 
     # ---- what was chosen
 

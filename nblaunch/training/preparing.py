@@ -153,7 +153,7 @@ class Prepared:
         kind = type(optimizer.optimizer).__name__
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strange[:3])
         raise UnpreparedError(
-            f"{len(strange)} of the {len(parameters)} parameters of this {kind} (the first of shape {shapes}) belong "
+            f"{len(strange)} of the {len(parameters)} parameters of this {kind} (of shapes {shapes}) belong "
             f"to none of the {len(self.models)} prepared models; prepare the model that the optimizer was made for"
         )
 

@@ -107,26 +107,32 @@ def _local_rank_of_group() -> int:
     return group.rank()
 
 
-def settle(name: str, asked: str | None, decide: Callable[[str | None], str]) -> str:
-    """A setting that one process has only once: the first decision, unless another is asked for now.
+def settled(name: str, asked: str | None, decide: Callable[[str | None], str]) -> str:
+    """A setting that a process has only once: what its first `Accelerator` settled, or else a decision made now.
 
     Args:
         name: Of the setting.
         asked: What is asked for now, or None.
-        decide: Makes the first decision.
+        decide: Makes a decision of it.
 
     Raises:
-        ConfigError: Something else was decided before.
+        ConfigError: Something else was settled before.
     """
-    settings = identity().settings
-    decided = decide(asked) if asked is not None or name not in settings else settings[name]
-    first = settings.setdefault(name, decided)
-    if first != decided:
+    first = identity().settings.get(name)
+    if first is not None and asked is None:
+        return first
+    decided = decide(asked)
+    if first not in (None, decided):
         raise ConfigError(
             f"{name}={decided!r} contradicts this process's first Accelerator, which has {name}={first!r}; "
             "use one for all, or end_training() before the next"
         )
     return decided
+
+
+def settle(name: str, value: str) -> None:
+    """Make this what later calls of `settled` go by."""
+    identity().settings[name] = value
 
 
 def forget_settings() -> None:

@@ -43,21 +43,16 @@ def map_leaves(
     """
     if leaf(data):
         return function(data, *args, **kwargs)
+    if refuse:  # before anything is done, so that ranks stay in step
+        strange = next(((path, part) for path, part in walk(data) if not leaf(part)), None)
+        if strange is not None:
+            path, part = strange
+            where = f" at {path}" if path else ""
+            raise TypeError(f"{refuse} takes tensors and containers of tensors, found {type(part).__name__}{where}")
     try:
-        return rebuild(
-            data, lambda part: map_leaves(function, part, *args, leaf=leaf, refuse=refuse, **kwargs)
-        )
+        return rebuild(data, lambda part: map_leaves(function, part, *args, leaf=leaf, **kwargs))
     except _NotContainer:
-        if not refuse:
-            return data
-        raise TypeError(
-            f"{refuse} takes tensors and containers of tensors, found {type(data).__name__}"
-        ) from None
-    except TypeError as error:
-        if not refuse or " at " in str(error):
-            raise
-        path = next((path for path, part in walk(data) if not leaf(part)), "")
-        raise TypeError(f"{error} at {path or 'the top'}") from None
+        return data
 
 
 class _NotContainer(Exception):

@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nblaunch.training import processes
+
 torch.set_num_threads(1)  # a process whose thread pool has run can't be forked
 
 Launch = Callable[..., list[Any]]
@@ -34,14 +36,15 @@ def _rank(sender: Connection, rank: int, size: int, port: int, env: dict[str, st
     )
     try:
         message = (call(), None, "")
-        pickle.dumps(message)
+        sent = pickle.dumps(message)
     except BaseException as error:
         message = (None, error, traceback.format_exc())
         try:
-            pickle.loads(pickle.dumps(error))
+            sent = pickle.dumps(message)
+            pickle.loads(sent)
         except Exception:
-            message = (None, RuntimeError(repr(error)), traceback.format_exc())
-    sender.send(message)
+            sent = pickle.dumps((None, RuntimeError(repr(error)), message[2]))
+    sender.send_bytes(sent)
     if message[1] is None and dist.is_initialized():
         dist.barrier()
     os._exit(0)
@@ -70,7 +73,7 @@ def run_ranks(
             for receiver in wait(list(ranks), timeout=120) or pytest.fail(f"ranks {[*ranks.values()]} hang"):
                 rank = ranks.pop(receiver)  # type: ignore[index]
                 try:
-                    results[rank], error, text = receiver.recv()  # type: ignore[union-attr]
+                    results[rank], error, text = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
                     pytest.fail(f"rank {rank} died")
                 if error is not None:
@@ -82,6 +85,12 @@ def run_ranks(
                 process.kill()
             process.join()
     return results
+
+
+@pytest.fixture(autouse=True)
+def fresh_settings():
+    """Each test's first Accelerator decides for itself."""
+    processes.forget_settings()
 
 
 @pytest.fixture(scope="session")
