@@ -2,15 +2,17 @@
 
 shards.py      which rows each rank gets: index arithmetic alone
 samplers.py    the order of a pass, the same on all ranks
-sources.py     reading: by index, or from an iterable dataset
+sources.py     reading by index
+iterables.py   reading an iterable dataset
 dispatch.py    reading on rank 0 for all
 loaders.py     PreparedLoader
+prepare.py     which of these a user's loader needs
 resume.py      where a loader stands; skip_first_batches
 duplicates.py  which rows were repeats
 """
 
 from nblaunch.training.data.duplicates import drop_repeated
-from nblaunch.training.data.loaders import PreparedLoader, overridden_even_batches
+from nblaunch.training.data.loaders import PreparedLoader, even_batches
 from nblaunch.training.data.prepare import prepare_loader
 from nblaunch.training.data.resume import skip_first_batches
 from nblaunch.training.data.samplers import SeedableRandomSampler
@@ -19,7 +21,7 @@ __all__ = [
     "PreparedLoader",
     "SeedableRandomSampler",
     "drop_repeated",
-    "overridden_even_batches",
+    "even_batches",
     "prepare_loader",
     "skip_first_batches",
 ]

@@ -1,4 +1,4 @@
-"""Rank 0 reads and sends each rank its batch, whole: batches may differ in shape, and hold more than tensors."""
+"""Rank 0 reads and sends each rank its batch, whole: batches may differ in shape and hold any object."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from nblaunch.errors import CollectiveError
 from nblaunch.training import group
+from nblaunch.training.data.iterables import IterableSource
 from nblaunch.training.data.samplers import Exchange, Start, drawing_from, random_state
 from nblaunch.training.data.shards import Round, Sharding
-from nblaunch.training.data.sources import Fetched, IterableSource, Source
+from nblaunch.training.data.sources import Fetched, Source
 
 
 class Processes(Protocol):
@@ -38,7 +39,8 @@ class RankExchange:
     """
 
     def __init__(self, processes: Processes) -> None:
-        self.processes = processes
+        self.device = processes.device
+        self.backend = processes.backend
         self.num_processes = processes.num_processes
         self.process_index = processes.process_index
 
@@ -76,7 +78,7 @@ class RankExchange:
 
     @property
     def _carrier(self) -> torch.device:
-        return torch.device("cpu") if self.processes.backend == "gloo" else self.processes.device
+        return torch.device("cpu") if self.backend == "gloo" else self.device
 
 
 # ---- nested data as a structure and bytes
@@ -147,7 +149,7 @@ def _ends(specs: list[Spec]) -> list[int]:
     return list(accumulate(sizes, initial=0))
 
 
-# ---- the sources
+# ---- the source
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,7 @@ class DispatchSource:
 
     def __init__(self, source: Source, sharding: Sharding, exchange: Exchange) -> None:
         self.source = source
+        self.dataset = source.dataset
         self.exchange = exchange
         self.indexed = self.in_process = False
         self.sharding = sharding
@@ -244,66 +247,3 @@ class DispatchSource:
 
     def __len__(self) -> int:
         return len(self.source)
-
-
-class ShardedSource:
-    """Batches of an iterable dataset that splits itself: each rank reads its own shards, the ranks agree on the end.
-
-    Args:
-        source: Reads this rank's shards.
-        sharding: How rounds are filled.
-        exchange: What the ranks tell one another, once a step with `even_batches`.
-    """
-
-    def __init__(self, source: IterableSource, sharding: Sharding, exchange: Exchange) -> None:
-        self.source = source
-        self.sharding = sharding
-        self.exchange = exchange
-        self.indexed = self.in_process = False
-
-    def read(self, start: Start, saved: dict[str, Any] | None = None) -> Iterator[Fetched]:
-        """This rank's batches of one pass, see `Source.read`.
-
-        Raises:
-            CollectiveError: This rank's shards hold no sample, while those of others do.
-        """
-        first: Fetched | None = None
-        fetched = self.source.read(start, saved)
-        while True:
-            mine = next(fetched, None)
-            first = first or (mine and replace(mine, batch=copy.deepcopy(mine.batch)))
-            if not self.sharding.even_batches:
-                if mine is None:
-                    return
-                yield replace(mine, rows=mine.rows * self.exchange.num_processes, repeated=self._none)
-                continue
-            everyone = self.exchange.gather(mine and (mine.rows[0], mine.repeated[0]))
-            if not any(everyone) or (self.sharding.drop_last and not all(everyone)):
-                return
-            yield self._filled(mine, first, everyone)
-
-    @property
-    def _none(self) -> tuple[int, ...]:
-        return (0,) * self.exchange.num_processes
-
-    def _filled(self, mine: Fetched | None, first: Fetched | None, everyone: list[Any]) -> Fetched:
-        """This rank's batch, or its first one again where its shards have ended before others'."""
-        given = mine or first
-        if given is None:
-            raise CollectiveError(
-                "this rank's shards of the dataset hold no sample, those of other ranks do; pass "
-                "DataLoaderConfiguration(dispatch_batches=True), so that rank 0 reads for all"
-            )
-        size = max(each[0] for each in everyone if each)
-        rows = tuple(each[0] if each else size for each in everyone)
-        repeated = tuple(each[1] if each else size for each in everyone)
-        return Fetched(given.batch if mine else copy.deepcopy(given.batch), rows, repeated)
-
-    def note(self, handed: int) -> dict[str, Any] | None:
-        """The readers' state, see `Source.note`."""
-        return self.source.note(handed)
-
-    def __len__(self) -> int:
-        raise TypeError(
-            "a loader whose ranks read shards of an iterable dataset has no length: each knows its own alone"
-        )

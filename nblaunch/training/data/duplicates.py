@@ -101,14 +101,14 @@ def drop_repeated(
     loader: Recorded | None = None,
     objects: bool = False,
 ) -> Any:
-    """Leave out of gathered values the samples that a loader repeated to fill its last round, and nothing else.
+    """Gathered values without the samples that a loader repeated to fill its last round; all else is kept.
 
-    A leaf is per sample when its first dimension is the number of rows that the present step gave to this rank, or,
-    once the loop is over, the whole pass. Every other leaf is returned as it is.
+    A leaf is per sample when its first dimension is the number of rows that the present step gave to this
+    rank, or, once the loop is over, the whole pass. Every other leaf is returned as it is.
 
     Args:
-        gathered: What `gather` made of `inputs`: nested tensors, joined along dim 0 in rank order; with `objects` the
-            flat list that `gather_object` made of each rank's list.
+        gathered: What `gather` made of `inputs`: nested tensors, joined along dim 0 in rank order; with
+            `objects` the flat list that `gather_object` made of each rank's list.
         inputs: What was gathered: nested tensors, or with `objects` this rank's object.
         loaders: The prepared loaders that the values may come from.
         active: The loader that is being iterated over, if there is one.
@@ -168,8 +168,9 @@ def _cut(values: Any, rows: int | None, spans: list[Span]) -> Any:
     kept = fitting[0].kept()
     if any(span.kept() != kept for span in fitting[1:]):
         raise ValueError(
-            f"several loaders handed out {total} rows and repeated different ones of them, so it isn't plain which "
-            "samples to leave out; say which loader the values come from: gather_for_metrics(values, loader=...)"
+            f"several loaders handed out {total} rows and repeated different ones of them, so it isn't plain "
+            "which samples to leave out; say which loader the values come from: "
+            "gather_for_metrics(values, loader=...)"
         )
     parts = [values[start:stop] for start, stop in kept]
     if isinstance(values, torch.Tensor):

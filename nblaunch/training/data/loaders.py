@@ -1,4 +1,4 @@
-"""`PreparedLoader`: a DataLoader that gives this rank its part, and tells how far it is and what it repeated."""
+"""`PreparedLoader`: gives this rank its part of the data, and knows where it is and what it repeated."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class DeviceCopies:
 class PreparedLoader(DataLoader[Any]):
     """A loader that gives this rank its part of every global batch. `Accelerator.prepare` makes it.
 
-    It has what the user's own loader has (`dataset`, `sampler`, `batch_sampler`, `batch_size`, `drop_last`, ...).
+    It has what the user's own loader has: `dataset`, `sampler`, `batch_sampler`, `batch_size`, ...
 
     Args:
         base: The user's loader, or its like with another sampler.
@@ -82,8 +82,8 @@ class PreparedLoader(DataLoader[Any]):
         exchange: What the ranks tell one another.
         gradient_state: Told when the loader is iterated over.
         copies: Brings batches to the device.
-        rng_types: Generators to make equal on all ranks when a pass begins, beside the loader's own, which always
-            are: "torch", "cuda", "xpu".
+        rng_types: Generators to make equal on all ranks when a pass begins: "torch", "cuda", "xpu". The
+            loader's own always are.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class PreparedLoader(DataLoader[Any]):
         exchange: Exchange,
         gradient_state: Gradients,
         copies: DeviceCopies,
+        *,
         rng_types: Sequence[str] = (),
     ) -> None:
         # no super().__init__(): this is `base` to all who ask, and reads through `source`
@@ -222,10 +223,10 @@ class PreparedLoader(DataLoader[Any]):
         return self._position.epoch if present is None else present.epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank's loader stands, as plain data and tensors: what the user got, not what was read ahead.
+        """Where this rank's loader stands, by what the user got, not what was read: plain data and tensors.
 
-        Each rank has its own. Loaded into an equal loader, the next pass goes on behind the last batch that was
-        handed out, in the same order, and so do the epochs after it.
+        Each rank has its own. Loaded into an equal loader, the next pass goes on behind the last batch that
+        was handed out, in the same order, and so do the epochs after it.
         """
         if self._position.saved is not None:
             return copy.deepcopy(self._position.saved)
@@ -247,8 +248,8 @@ class PreparedLoader(DataLoader[Any]):
         """Have the next pass go on where `state_dict` was called.
 
         Raises:
-            ValueError: The state was saved in the middle of a pass by another number of ranks, or by a loader with
-                other generators.
+            ValueError: The state was saved in the middle of a pass by another number of ranks, or by a loader
+                with other generators.
         """
         if len(state["generators"]) != len(self._generators()):
             raise ValueError(
@@ -312,19 +313,19 @@ class PreparedLoader(DataLoader[Any]):
 
 
 @contextmanager
-def overridden_even_batches(loaders: Sequence[PreparedLoader], even_batches: bool | None) -> Generator[None]:
+def even_batches(loaders: Sequence[PreparedLoader], value: bool | None) -> Generator[None]:
     """Passes that begin inside use this `even_batches`, for loaders of datasets with indices; restored after.
 
     Args:
         loaders: All prepared loaders; those of iterable datasets stay as they are.
-        even_batches: The value inside; None changes nothing.
+        value: The value inside; None changes nothing.
     """
     shardings = [loader.source.sharding for loader in loaders if loader.source.indexed]
     before = [sharding.even_batches for sharding in shardings]
     for sharding in shardings:
-        sharding.even_batches = sharding.even_batches if even_batches is None else even_batches
+        sharding.even_batches = sharding.even_batches if value is None else value
     try:
         yield
     finally:
-        for sharding, value in zip(shardings, before, strict=True):
-            sharding.even_batches = value
+        for sharding, earlier in zip(shardings, before, strict=True):
+            sharding.even_batches = earlier

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from nblaunch.training.data.dispatch import DispatchSource, Processes, RankExchange, ShardedSource
+from nblaunch.training.data.dispatch import DispatchSource, Processes, RankExchange
+from nblaunch.training.data.iterables import IterableSource, ShardedSource
 from nblaunch.training.data.loaders import DeviceCopies, Gradients, PreparedLoader
 from nblaunch.training.data.resume import SkippingLoader, SkippingSampler
 from nblaunch.training.data.samplers import Exchange, SeedableRandomSampler
 from nblaunch.training.data.shards import Sharding
-from nblaunch.training.data.sources import IterableSource, MapSource, Source, is_stateful
+from nblaunch.training.data.sources import MapSource, Source, is_stateful
 from nblaunch.training.options import DataLoaderConfiguration
 
 
@@ -27,6 +28,7 @@ def prepare_loader(
     options: DataLoaderConfiguration | None = None,
     put_on_device: bool = True,
     rng_types: Sequence[str] | None = None,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
     exchange: Exchange | None = None,
 ) -> PreparedLoader:
     """A loader that gives this rank its part of every global batch of `loader`.
@@ -40,10 +42,11 @@ def prepare_loader(
         options: How the data is shared.
         put_on_device: Whether batches are sent to `processes.device`.
         rng_types: Generators to make equal on all ranks when a pass begins, beside the loader's own.
+        slice_fn_for_dispatch: Of Accelerate; refused, since batches are sent whole and never sliced.
         exchange: What the ranks tell one another; by default through the process group.
 
     Raises:
-        ValueError: `split_batches` with a batch size that doesn't divide, or isn't known.
+        ValueError: `split_batches` with a batch size that doesn't divide or isn't known; a slicing function.
         TypeError: `loader` is no DataLoader.
     """
     if isinstance(loader, PreparedLoader):
@@ -52,8 +55,13 @@ def prepare_loader(
         raise TypeError(f"expected a torch.utils.data.DataLoader, found {type(loader).__name__}")
     if isinstance(loader, SkippingLoader):
         raise ValueError(
-            "skip_first_batches was called before prepare; prepare the loader first and skip afterwards, in each "
-            "rank's own batches"
+            "skip_first_batches was called before prepare; prepare the loader first and skip afterwards, "
+            "in each rank's own batches"
+        )
+    if slice_fn_for_dispatch is not None:
+        raise ValueError(
+            "slice_fn_for_dispatch is not supported: each rank is sent a whole batch, collated for it alone, "
+            "so there is nothing to slice; put what the function did into collate_fn"
         )
     options = options or DataLoaderConfiguration()
     exchange = exchange or RankExchange(processes)
@@ -65,7 +73,7 @@ def prepare_loader(
         exchange,
         gradient_state,
         DeviceCopies(processes.device if put_on_device else None, options.non_blocking),
-        rng_types or (),
+        rng_types=rng_types or (),
     )
 
 
@@ -111,7 +119,7 @@ def _sharding(loader: DataLoader[Any], options: DataLoaderConfiguration, num_pro
 
 
 def _shards(dataset: Any) -> int:
-    """Into how many parts an iterable dataset can split itself (`datasets.IterableDataset`); 0 if it can't."""
+    """Into how many parts an iterable dataset can split itself, as those of `datasets` can; 0 if it can't."""
     count = getattr(dataset, "num_shards", 0) if hasattr(dataset, "shard") else 0
     return count if isinstance(count, int) else 0
 

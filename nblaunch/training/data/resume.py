@@ -102,8 +102,8 @@ class Position:
         saved_by = state["num_processes"]
         if saved_by != self.num_processes and state["batches"]:
             raise ValueError(
-                f"the loader's position was saved by {saved_by} ranks after {state['batches']} batches each, and "
-                f"there are {self.num_processes} now, whose batches are others; launch with "
+                f"the loader's position was saved by {saved_by} ranks after {state['batches']} batches each, "
+                f"and there are {self.num_processes} now, whose batches are others; launch with "
                 f"num_processes={saved_by}, or start from a state saved between two passes"
             )
         self.epoch, self.present, self.saved = state["epoch"], None, state
@@ -112,9 +112,9 @@ class Position:
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """The same loader without the first batches of its next pass, for resuming in the middle of an epoch.
 
-    The samples left out are not read where the dataset has indices. A prepared loader goes on counting its epochs,
-    so the pass after a skipped one is the next epoch's; if a saved state was loaded into it before, `num_batches`
-    counts from the beginning of the saved epoch all the same.
+    The samples left out are not read where the dataset has indices. A prepared loader goes on counting its
+    epochs, so the pass after a skipped one is the next epoch's; if a saved state was loaded into it before,
+    `num_batches` counts from the beginning of the saved epoch all the same.
 
     Args:
         dataloader: Prepared or not.

@@ -119,7 +119,7 @@ def is_fixed(order: Any) -> bool:
     """Whether a sampler or batch sampler gives the same order on every rank without any exchange."""
     if type(order) is BatchSampler:
         return is_fixed(order.sampler)
-    return isinstance(order, SequentialSampler | SeedableRandomSampler)
+    return type(order) in (SequentialSampler, SeedableRandomSampler)
 
 
 # ---- the batches of one rank
@@ -165,7 +165,7 @@ class RankBatches:
             `batch_size=None`). It must yield the same on all ranks when it starts from the same random state.
         sharding: How batches are shared.
         exchange: Shares rank 0's random state.
-        all_ranks: Yield every rank's part in rank order, instead of this rank's.
+        all_ranks: Yield every rank's part in rank order, on rank 0 alone, instead of this rank's.
     """
 
     def __init__(
@@ -214,7 +214,8 @@ class RankBatches:
         rounds = islice(self.sharding.rounds(self._batches(drawn)), start.first, None)
         if not is_fixed(self.order):
             if start.random is None:
-                start.random = self.exchange.share(random_state())
+                mine = random_state()
+                start.random = mine if self.all_ranks else self.exchange.share(mine)
             with drawing_from(start.random or {}, replay=start.replay):
                 first = list(islice(rounds, 1))
             rounds = chain(first, rounds)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from nblaunch.training.data.samplers import (
     Counts,
@@ -19,7 +19,7 @@ from nblaunch.training.data.samplers import (
     drawing_from,
     random_state,
 )
-from nblaunch.training.data.shards import Round, Sharding, chunks, topped_up
+from nblaunch.training.data.shards import Sharding
 from nblaunch.training.structures import find_batch_size
 
 
@@ -39,6 +39,8 @@ class Fetched:
 class Source(Protocol):
     """Reads one pass at a time."""
 
+    dataset: Any
+    """What is read."""
     sharding: Sharding
     indexed: bool
     """Whether this rank reads a dataset with indices, of which it is told its rows."""
@@ -81,8 +83,8 @@ def is_stateful(loader: DataLoader[Any]) -> bool:
     return module is not None and isinstance(loader, module.StatefulDataLoader)
 
 
-class _Reading:
-    """What both kinds share: a DataLoader of this rank's, and the state of its workers."""
+class Reading:
+    """What sources that read by themselves share: a DataLoader, and the state of its workers."""
 
     loader: DataLoader[Any]
 
@@ -90,14 +92,11 @@ class _Reading:
         """The workers' state, where they keep one."""
         return self.loader.state_dict() if is_stateful(self.loader) else None  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _iterator(self, start: Start, saved: dict[str, Any] | None) -> Iterator[Any]:
-        """Begin a pass; a resumed one draws no random number that an uninterrupted one wouldn't."""
+    def _iterator(self, saved: dict[str, Any] | None) -> Iterator[Any]:
+        """Begin a pass, or take up the one of the readers' state."""
         if saved is not None:
-            self.loader.load_state_dict(saved)  # pyright: ignore[reportAttributeAccessIssue]
-        if not start.replay:
-            return iter(self.loader)
-        with drawing_from(random_state(), replay=True):
-            return iter(self.loader)
+            self.loader.load_state_dict(saved["reader"])  # pyright: ignore[reportAttributeAccessIssue]
+        return iter(self.loader)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the DataLoader's iterator, which persistent workers keep."""
@@ -106,7 +105,7 @@ class _Reading:
         return {**self.__dict__, "loader": loader}
 
 
-class MapSource(_Reading):
+class MapSource(Reading):
     """Batches of a dataset with indices: the sampler is shared among the ranks, each rank reads its own rows.
 
     Args:
@@ -126,6 +125,7 @@ class MapSource(_Reading):
         stateful: bool = False,
         all_ranks: bool = False,
     ) -> None:
+        self.dataset = base.dataset
         self.sharding = sharding
         self.indexed = not all_ranks
         self.in_process = base.num_workers == 0
@@ -143,7 +143,9 @@ class MapSource(_Reading):
             start.first -= saved["passed"]
             passed = saved["passed"] * (self.sharding.num_processes if self.batches.all_ranks else 1)
         drawn = self.batches.drawn = Drawn(start)
-        iterator = self._iterator(start, saved and saved["reader"])
+        # a resumed pass draws no seed for workers that an uninterrupted one wouldn't
+        with drawing_from(random_state(), replay=True) if start.replay else nullcontext():
+            iterator = self._iterator(saved)
         for batch in iterator:
             for _ in range(passed):
                 drawn.counts.popleft()
@@ -177,146 +179,3 @@ def rows_in(batch: Any) -> int:
     if rows is None and isinstance(batch, list):
         rows = len(batch)
     return 1 if rows is None else rows
-
-
-# ---- iterable datasets
-
-
-class _Row(NamedTuple):
-    """A sample on its way to `collate_fn`; the first of each batch carries the counts."""
-
-    sample: Any
-    counts: tuple[list[int], list[int]] | None
-
-
-class IterableShard(IterableDataset[_Row]):
-    """One rank's samples of an iterable dataset that every rank reads whole, or all of them.
-
-    Args:
-        dataset: The user's.
-        sharding: How its batches are shared.
-        rank: Whose samples; None for all, with only the short last batch filled.
-    """
-
-    def __init__(self, dataset: Any, sharding: Sharding, rank: int | None) -> None:
-        self.dataset = dataset
-        self.sharding = sharding
-        self.rank = rank
-
-    def __iter__(self) -> Iterator[_Row]:
-        for step in self._rounds():
-            counts = (step.rows, step.repeated)
-            for sample in step.parts[self.rank or 0]:
-                yield _Row(sample, counts)
-                counts = None
-
-    def _rounds(self) -> Iterator[Round[Any]]:
-        size = self.sharding.batch_size or 1
-        batches = chunks(self.dataset, size)
-        if self.sharding.drop_last:
-            batches = (batch for batch in batches if len(batch) == size)
-        if self.rank is not None:
-            return self.sharding.rounds(batches)
-        if self.sharding.even_batches:
-            return topped_up(batches, size)
-        return Sharding(1).rounds(batches)
-
-
-class StatefulIterableShard(IterableShard):
-    """The same of a dataset that can save where it stands; it stands at the end of a round whenever it is asked."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The dataset's own state."""
-        return self.dataset.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the dataset go on from that state."""
-        self.dataset.load_state_dict(state)
-
-
-class _Collate:
-    """The user's `collate_fn` on samples that carry counts."""
-
-    def __init__(self, collate: Callable[[Any], Any], batched: bool) -> None:
-        self.collate = collate
-        self.batched = batched
-
-    def __call__(self, rows: Any) -> tuple[Any, tuple[list[int], list[int]]]:
-        if self.batched:
-            return self.collate([row.sample for row in rows]), rows[0].counts
-        return self.collate(rows.sample), rows.counts
-
-
-class _InitWorker:
-    """Shows the user's `worker_init_fn` and dataset the dataset that they know."""
-
-    def __init__(self, init: Callable[[int], None] | None) -> None:
-        self.init = init
-
-    def __call__(self, number: int) -> None:
-        info = get_worker_info()
-        if info is not None and isinstance(info.dataset, IterableShard):
-            object.__setattr__(info, "dataset", info.dataset.dataset)
-        if self.init is not None:
-            self.init(number)
-
-
-class IterableSource(_Reading):
-    """Batches of an iterable dataset: this rank's, of which it reads all (`rank`), or all of them (None).
-
-    Args:
-        base: The user's loader.
-        sharding: How its batches are shared.
-        exchange: What the ranks tell one another.
-        rank: Whose batches.
-        stateful: Read by torchdata's `StatefulDataLoader`.
-    """
-
-    def __init__(
-        self,
-        base: DataLoader[Any],
-        sharding: Sharding,
-        exchange: Exchange,
-        *,
-        rank: int | None,
-        stateful: bool = False,
-    ) -> None:
-        self.single = base.batch_size is None
-        self.indexed = self.in_process = False
-        self.sharding = replace(sharding, batch_size=1) if self.single else sharding
-        self.exchange = exchange
-        self.rank = rank
-        self.dataset: Any = base.dataset
-        kind = StatefulIterableShard if hasattr(base.dataset, "load_state_dict") else IterableShard
-        self.loader = reader(
-            base,
-            stateful=stateful,
-            dataset=kind(base.dataset, self.sharding, rank),
-            batch_size=None if self.single else self.sharding.batch_size,
-            collate_fn=_Collate(base.collate_fn, not self.single),
-            worker_init_fn=_InitWorker(base.worker_init_fn),
-        )
-
-    def read(self, start: Start, saved: dict[str, Any] | None = None) -> Iterator[Fetched]:
-        """This rank's batches of one pass, see `Source.read`."""
-        if start.random is None:
-            mine = random_state()
-            start.random = mine if self.rank is None else self.exchange.share(mine)
-        with drawing_from(start.random or {}, replay=start.replay):
-            iterator = self._iterator(start, saved and saved["reader"])
-            passed = start.first if saved is None else 0
-            first = list(islice(iterator, passed, passed + 1))
-        for batch, counts in chain(first, iterator):
-            each = rows_in(batch) if self.single else 1
-            rows, repeated = (tuple(n * each for n in numbers) for numbers in counts)
-            yield Fetched(batch, rows, repeated)
-
-    def note(self, handed: int) -> dict[str, Any] | None:
-        """The readers' state, see `Source.note`."""
-        state = self._state()
-        return state and {"reader": state, "passed": handed}
-
-    def __len__(self) -> int:
-        samples, size = len(self.dataset), self.sharding.batch_size or 1
-        batches = samples // size if self.sharding.drop_last else -(-samples // size)
-        return self.sharding.steps(batches, self.exchange.process_index)
