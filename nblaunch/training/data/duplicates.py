@@ -51,13 +51,16 @@ class Record:
     def __init__(self, num_processes: int) -> None:
         self.at = -1
         """When the latest step was handed out, on the clock of all loaders."""
+        self.ended = False
+        """Whether that was the last one."""
         self._rows = [0] * num_processes
         self._repeats: list[list[tuple[int, int]]] = [[] for _ in range(num_processes)]
         self._step: tuple[tuple[int, ...], tuple[int, ...]] = ((0,) * num_processes, (0,) * num_processes)
 
-    def add(self, rows: tuple[int, ...], repeated: tuple[int, ...]) -> None:
+    def add(self, rows: tuple[int, ...], repeated: tuple[int, ...], last: bool = False) -> None:
         """Note a step: by rank, the rows in its batch, and how many at its end are repeats."""
         self.at = next(_clock)
+        self.ended = last
         self._step = (rows, repeated)
         for rank, count in enumerate(rows):
             total = self._rows[rank] = self._rows[rank] + count
@@ -136,19 +139,17 @@ def drop_repeated(
 
 
 def _spans(loaders: Iterable[Recorded], active: Recorded | None, loader: Recorded | None) -> list[Span]:
-    """What the values may be made of, the likeliest first."""
-    record = None if active is None else active.record
+    """What the values may be made of: the present step, and passes that have ended since it began."""
+    present = None if active is None else active.record
     if loader is not None:
-        record = None
-        others = [loader.record] if loader.record is not None else []
-        if loader is active:
-            record, others = loader.record, []
-    else:
-        known = {id(each.record): each.record for each in loaders if each.record is not None}
-        since = -1 if record is None else record.at
-        others = [each for each in known.values() if each is not record and each.at > since]
-    present = [] if record is None else [record.step, record.whole]
-    return [*present, *(each.whole for each in others)]
+        if loader.record is None:
+            return []
+        return [loader.record.step if loader.record is present else loader.record.whole]
+    known = {id(each.record): each.record for each in loaders if each.record is not None}
+    if present is None:
+        return [each.whole for each in known.values()]
+    inner = [each.whole for each in known.values() if each.ended and each.at > present.at]
+    return [present.step, *inner]
 
 
 def _cut(values: Any, rows: int | None, spans: list[Span]) -> Any:
@@ -157,7 +158,7 @@ def _cut(values: Any, rows: int | None, spans: list[Span]) -> Any:
     Args:
         values: A tensor, or a list.
         rows: How many rows this rank gave, known for tensors.
-        spans: What they may be made of; of one loader the first that fits counts.
+        spans: What they may be made of.
     """
     total = len(values)
     fitting = [

@@ -118,8 +118,8 @@ class PreparedLoader(DataLoader[Any]):
         self._begin(present)
         try:
             for fetched in self._fetched(present):
-                present.record.add(fetched.rows, fetched.repeated)
-                self._hand_out(present, bool(fetched.last))
+                present.record.add(fetched.rows, fetched.repeated, bool(fetched.last))
+                self._hand_out(present)
                 yield self._copies.arrived(fetched.batch)
             self._position.complete(present)
         finally:
@@ -145,11 +145,11 @@ class PreparedLoader(DataLoader[Any]):
         present.generators = states
         self.end_of_dataloader, self.remainder = False, -1
 
-    def _hand_out(self, present: Pass, last: bool) -> None:
+    def _hand_out(self, present: Pass) -> None:
         if self.gradient_state.active_dataloader is not self:
             self.gradient_state._add_dataloader(self)
-        self._position.hand_out(present, last)
-        if last:
+        self._position.hand_out(present)
+        if present.record.ended:
             self.end_of_dataloader = True
             self.remainder = present.record.real_rows_of_step
 
@@ -209,9 +209,8 @@ class PreparedLoader(DataLoader[Any]):
     def _holders(self) -> list[Any]:
         """What may have an epoch or a generator of its own, each once."""
         inner = getattr(self.batch_sampler, "sampler", None)
-        return list(
-            {id(each): each for each in (self.sampler, inner, self.batch_sampler, self.dataset)}.values()
-        )
+        every = (self.sampler, inner, self.batch_sampler, self.dataset, self.source.dataset)
+        return list({id(each): each for each in every}.values())
 
     def _generators(self) -> list[torch.Generator]:
         return generators_of(self.base_dataloader, *self._holders())
@@ -232,7 +231,7 @@ class PreparedLoader(DataLoader[Any]):
             return copy.deepcopy(self._position.saved)
         present = self._position.present
         state = self._position.state_dict()
-        if present is None or present.finished:
+        if present is None or present.record.ended:
             states = [generator.get_state() for generator in self._generators()]
             return {**state, "generators": states, "reader": None, "fetch_random": None} | self._seed()
         ahead = present.ahead or self._note(present.handed)

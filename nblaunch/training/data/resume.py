@@ -24,8 +24,6 @@ class Pass:
     record: Record
     handed: int = 0
     """Batches handed to the user, counted from the whole pass's first."""
-    finished: bool = False
-    """Whether the last batch has been handed out."""
     generators: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """States of the loader's generators from which the pass began."""
     saved: dict[str, Any] | None = None
@@ -65,10 +63,9 @@ class Position:
         self.present = Pass(self.epoch, start, self.record, handed=start.first, saved=saved)
         return self.present
 
-    def hand_out(self, step: Pass, last: bool) -> None:
+    def hand_out(self, step: Pass) -> None:
         """The next batch of a pass goes to the user."""
         step.handed += 1
-        step.finished = last
         self.present, self.record = step, step.record
 
     def complete(self, ended: Pass) -> None:
@@ -88,7 +85,7 @@ class Position:
             "epoch": self.epoch if present is None else present.epoch,
             "batches": 0 if present is None else present.handed,
             "begun": present is not None,
-            "finished": present is not None and present.finished,
+            "finished": present is not None and present.record.ended,
             "random": None if present is None else present.start.random,
             "num_processes": self.num_processes,
         }

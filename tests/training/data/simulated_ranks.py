@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,7 +151,7 @@ class Batches:
         return (list(self.rows[start : start + self.size]) for start in range(0, len(self.rows), self.size))
 
     def __len__(self) -> int:
-        return -(-len(self.rows) // self.size)
+        return math.ceil(len(self.rows) / self.size)
 
 
 @dataclass

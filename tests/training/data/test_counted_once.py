@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-
 from simulated_ranks import KINDS, gathered_after, gathered_per_step, iterate
+
 from nblaunch.training.data import skip_first_batches
 
 
@@ -14,9 +14,8 @@ from nblaunch.training.data import skip_first_batches
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_gathered_labels_are_the_dataset(kind: str, n: int) -> None:
     make, options = KINDS[kind]
-    for length, size in itertools.product(range(21), [1, 2, 3, 7, 64]):
-        if "split" in kind and size % n:
-            size *= n
+    for length, given in itertools.product(range(21), [1, 2, 3, 7, 64]):
+        size = given * n if "split" in kind and given % n else given
         ranks = iterate(lambda: make(length, size), n, **options)
         case = f"D={length} B={size}"
         assert gathered_per_step(ranks) == list(range(length)), case
@@ -35,14 +34,16 @@ def test_gathered_labels_are_the_dataset(kind: str, n: int) -> None:
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_skipped_pass_is_the_rest_of_the_pass(kind: str, n: int) -> None:
     make, options = KINDS[kind]
-    for length, size, skip in itertools.product([1, 5, 12, 13], [1, 3, 64], [0, 1, 2, 5]):
-        if "split" in kind and size % n:
-            size *= n
+    for length, given, skip in itertools.product([1, 5, 12, 13], [1, 3, 64], [0, 1, 2, 5]):
+        size = given * n if "split" in kind and given % n else given
         whole = iterate(lambda: make(length, size), n, **options)
         rest = iterate(
             lambda: make(length, size), n, change=lambda loader: skip_first_batches(loader, skip), **options
         )
         for one, other in zip(whole, rest, strict=True):
             assert [batch.tolist() for batch in other.steps] == [batch.tolist() for batch in one.steps[skip:]]
-        assert gathered_per_step(rest) == gathered_per_step(whole)[skip * (whole[0].loader.total_batch_size or size * n) :]
+        assert (
+            gathered_per_step(rest)
+            == gathered_per_step(whole)[skip * (whole[0].loader.total_batch_size or size * n) :]
+        )
         assert sorted(gathered_after(rest)) == sorted(gathered_per_step(rest))

@@ -1,4 +1,4 @@
-"""A pass taken up in the middle goes on as if it had never been interrupted, and so do the epochs after it."""
+"""A pass taken up in the middle goes on as if it had never been interrupted, and so do later epochs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Weighted
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nblaunch.training import seeds
-from nblaunch.training.data import PreparedLoader, prepare_loader, skip_first_batches
+from nblaunch.training.data import PreparedLoader, prepare_loader
 from nblaunch.training.gradients import GradientState
 from nblaunch.training.options import DataLoaderConfiguration
 
@@ -58,7 +58,7 @@ class Counting(IterableDataset[int]):
         self.read = 0
 
     def __iter__(self) -> Iterator[int]:
-        for self.at in range(self.at, LENGTH):
+        while self.at < LENGTH:
             self.read += 1
             self.at += 1
             yield self.at - 1
@@ -86,7 +86,10 @@ STATEFUL = {"use_stateful_dataloader": True}
 EVERY: dict[str, tuple[Make, dict[str, Any]]] = {
     "in order": (lambda: DataLoader(Numbers(LENGTH), SIZE), {}),
     "shuffled": (lambda: DataLoader(Numbers(LENGTH), SIZE, shuffle=True), {}),
-    "shuffled by a generator": (lambda: DataLoader(Numbers(LENGTH), SIZE, shuffle=True, generator=seeded()), {}),
+    "shuffled by a generator": (
+        lambda: DataLoader(Numbers(LENGTH), SIZE, shuffle=True, generator=seeded()),
+        {},
+    ),
     "seedable": (lambda: DataLoader(Numbers(LENGTH), SIZE, shuffle=True), SEEDABLE),
     "weighted": (lambda: DataLoader(Numbers(LENGTH), SIZE, sampler=weighted()), {}),
     "a user's sampler": (lambda: DataLoader(Numbers(LENGTH), SIZE, sampler=PythonShuffle()), {}),
@@ -134,7 +137,7 @@ def prepared(make: Make, tape: Tape, options: dict[str, Any]) -> PreparedLoader:
 
 
 def train(loader: PreparedLoader, epochs: int, log: list[Any], stop: tuple[int, int] | None = None) -> Any:
-    """Log each batch and a number as dropout would draw it; at `stop` (epoch, batches) return a checkpoint."""
+    """Log each batch and numbers as dropout draws them; at `stop` (epoch, batches) return a checkpoint."""
     while loader.iteration < epochs:
         epoch = loader.iteration
         for index, batch in enumerate(loader):
