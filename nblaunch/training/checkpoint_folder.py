@@ -178,8 +178,9 @@ def numbered(parent: Path) -> list[Path]:
 
 
 def prune(parent: Path, keep: int) -> None:
-    """Remove the oldest automatically named checkpoints beyond `keep`."""
+    """Remove the oldest automatically named checkpoints beyond `keep`, and what runs that were killed left of others."""
     for path in numbered(parent)[:-keep]:
-        doomed = beside(path, "removed")
-        path.rename(doomed)  # so that one removed by half is no checkpoint any more
-        shutil.rmtree(doomed)
+        path.rename(beside(path, "removed"))  # so that one removed by half is no checkpoint any more
+    for path in parent.glob(".checkpoint_*.*"):
+        if path.suffix in (".removed", ".partial"):
+            shutil.rmtree(path)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # preloaded, as in a launch: the first optimizer needs it
 import torch.distributed as dist
 
 from nblaunch.training import processes
