@@ -5,6 +5,7 @@ samplers.py    the order of a pass, the same on all ranks
 sources.py     reading by index
 iterables.py   reading an iterable dataset
 dispatch.py    reading on rank 0 for all
+copies.py      bringing batches to the device
 loaders.py     PreparedLoader
 prepare.py     which of these a user's loader needs
 resume.py      where a loader stands; skip_first_batches

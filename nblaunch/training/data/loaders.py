@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from nblaunch.training import seeds
+from nblaunch.training.data.copies import DeviceCopies
 from nblaunch.training.data.duplicates import Record
 from nblaunch.training.data.resume import Pass, Position
 from nblaunch.training.data.samplers import Exchange, drawing_from, generators_of, random_state
 from nblaunch.training.data.sources import Fetched, Source
-from nblaunch.training.structures import send_to_device, tensors
 
 
 class Gradients(Protocol):
@@ -29,46 +29,6 @@ class Gradients(Protocol):
     def _add_dataloader(self, loader: Any) -> None: ...
 
     def _remove_dataloader(self, loader: Any) -> None: ...
-
-
-class DeviceCopies:
-    """Brings batches to a device; on a GPU by a stream of their own, while it computes on the batch before.
-
-    Args:
-        device: Where to; None leaves batches where they are.
-        non_blocking: Whether copies from pinned memory return at once.
-    """
-
-    def __init__(self, device: torch.device | None, non_blocking: bool) -> None:
-        self.device = device
-        self.non_blocking = non_blocking
-        self.overlap = device is not None and device.type in ("cuda", "xpu")
-        self._stream: Any = None
-
-    def send(self, batch: Any) -> Any:
-        """The batch on the device, perhaps still on its way."""
-        if self.device is None:
-            return batch
-        if not self.overlap:
-            return send_to_device(batch, self.device, self.non_blocking)
-        module = torch.get_device_module(self.device)
-        self._stream = self._stream or module.Stream(self.device)
-        with module.stream(self._stream):
-            return send_to_device(batch, self.device, self.non_blocking)
-
-    def arrived(self, batch: Any) -> Any:
-        """The same batch, safe to use on the current stream."""
-        if self.overlap:
-            current = torch.get_device_module(self.device).current_stream(self.device)
-            current.wait_stream(self._stream)
-            for tensor in tensors(batch):
-                if tensor.device == self.device:
-                    tensor.record_stream(current)
-        return batch
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the stream, which belongs to this process."""
-        return {**self.__dict__, "_stream": None}
 
 
 class PreparedLoader(DataLoader[Any]):

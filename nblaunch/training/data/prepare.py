@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from nblaunch.training.data.copies import DeviceCopies
 from nblaunch.training.data.dispatch import DispatchSource, Processes, RankExchange
 from nblaunch.training.data.iterables import IterableSource, ShardedSource
-from nblaunch.training.data.loaders import DeviceCopies, Gradients, PreparedLoader
-from nblaunch.training.data.resume import SkippingLoader, SkippingSampler
-from nblaunch.training.data.samplers import Exchange, SeedableRandomSampler
+from nblaunch.training.data.loaders import Gradients, PreparedLoader
+from nblaunch.training.data.resume import SkippingLoader
+from nblaunch.training.data.samplers import Exchange, SeedableRandomSampler, SkippingSampler
 from nblaunch.training.data.shards import Sharding
 from nblaunch.training.data.sources import MapSource, Source, is_stateful
 from nblaunch.training.options import DataLoaderConfiguration

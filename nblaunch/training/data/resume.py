@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.training.data.duplicates import Record
-from nblaunch.training.data.samplers import Start
+from nblaunch.training.data.samplers import SkippingSampler, Start
 
 
 @dataclass
@@ -151,30 +151,6 @@ class SkippingLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return islice(iter(self.whole), self.num_skipped, None)
-
-    def __len__(self) -> int:
-        return max(0, len(self.whole) - self.num_skipped)
-
-
-class SkippingSampler:
-    """A sampler or batch sampler without its first entries.
-
-    Args:
-        sampler: The whole one.
-        num_skipped: How many entries to leave out.
-    """
-
-    def __init__(self, sampler: Any, num_skipped: int) -> None:
-        self.whole = sampler
-        self.num_skipped = num_skipped
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "whole":  # not there yet, while unpickling
-            raise AttributeError(name)
-        return getattr(self.whole, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self.whole, self.num_skipped, None)
 
     def __len__(self) -> int:
         return max(0, len(self.whole) - self.num_skipped)

@@ -115,8 +115,34 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
+class SkippingSampler:
+    """A sampler or batch sampler without its first entries.
+
+    Args:
+        sampler: The whole one.
+        num_skipped: How many entries to leave out.
+    """
+
+    def __init__(self, sampler: Any, num_skipped: int) -> None:
+        self.whole = sampler
+        self.num_skipped = num_skipped
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "whole":  # not there yet, while unpickling
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.whole, self.num_skipped, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.whole) - self.num_skipped)
+
+
 def is_fixed(order: Any) -> bool:
     """Whether a sampler or batch sampler gives the same order on every rank without any exchange."""
+    if isinstance(order, SkippingSampler):
+        return is_fixed(order.whole)
     if type(order) is BatchSampler:
         return is_fixed(order.sampler)
     return type(order) in (SequentialSampler, SeedableRandomSampler)
