@@ -93,7 +93,7 @@ def find_executable_batch_size(
     @functools.wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
         _refuse_own_batch_size(function, args, kwargs)
-        clear_device_cache(garbage_collection=True)
+        clear_device_cache()
         size = starting_batch_size
         while size > 0:
             result, failure = _attempt(function, size, args, kwargs)

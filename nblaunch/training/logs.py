@@ -42,7 +42,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
     def _log(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
         if self.isEnabledFor(level):
-            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 3  # past this, `log`, and `info` or the like
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2  # past this and `log`
             text, options = self.process(msg, kwargs)
             self.logger.log(level, text, *args, **options)
 
@@ -55,7 +55,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         """A warning that is logged only the first time."""
         if (msg, args) not in self._said:
             self._said.add((msg, args))
-            self.warning(msg, *args, **kwargs)
+            self.warning(msg, *args, stacklevel=2, **kwargs)
 
 
 _adapters: dict[str, MultiProcessAdapter] = {}
