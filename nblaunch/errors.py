@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nblaunch.wire.messages import Failure
+
 
 class NblaunchError(Exception):
     """The base of every error that nblaunch raises on its own account."""
@@ -25,3 +32,74 @@ class AgentError(NblaunchError):
 
 class CollectiveError(NblaunchError, RuntimeError):
     """The ranks did different things where all must do the same, or one of them failed at it."""
+
+
+class UnpreparedError(NblaunchError, ValueError):
+    """A model or an optimizer was used that should have gone through `Accelerator.prepare` first."""
+
+
+class UnusedParametersError(NblaunchError, RuntimeError):
+    """The last loss did not depend on some parameters, so their gradients were never exchanged."""
+
+
+class CheckpointError(NblaunchError, RuntimeError):
+    """A checkpoint can't be written, or is not whole, or is of something else."""
+
+
+class RankError(NblaunchError):
+    """A rank did not return. Its own exception, where it could be rebuilt here, is the `__cause__`.
+
+    Attributes:
+        rank: The rank that failed first.
+        host: The machine that it ran on.
+        kind: "exception", "signal", "exit", "memory" or "collective".
+        exit_code: Its exit code, where it exited.
+        signal: The signal's name, where one killed it.
+        failure: All that is known of it.
+        others: What followed from it in other ranks.
+        log: Where the rank's log is, or "".
+    """
+
+    def __init__(self, failure: Failure, others: Sequence[Failure] = (), folder: str = "") -> None:
+        self.failure = failure
+        self.others = list(others)
+        self.rank = failure.rank
+        self.host = failure.host
+        self.kind = failure.kind
+        self.exit_code = failure.code if failure.kind == "exit" else None
+        self.signal = signal_name(failure.code) if failure.kind in ("signal", "memory") else None
+        self.log = f"{folder}/rank-{failure.rank}.log" if folder else ""
+        super().__init__(self.headline)
+
+    @property
+    def headline(self) -> str:
+        """One line: which rank, and what happened."""
+        failure = self.failure
+        if failure.kind == "exception":
+            return f"rank {failure.rank} raised {failure.type}: {failure.message}".rstrip(": ")
+        if failure.kind == "exit" and failure.type:
+            return f"rank {failure.rank} exited with code {failure.code}: {failure.message}"
+        separator = ": " if failure.kind == "collective" else " "
+        return f"rank {failure.rank}{separator}{failure.message}"
+
+    def __str__(self) -> str:
+        from nblaunch.traceback import plain_lines
+
+        return "\n".join(plain_lines(self))
+
+    def __reduce__(self) -> tuple[type[RankError], tuple[Failure, list[Failure]]]:
+        return type(self), (self.failure, self.others)
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the root cause, the cell's own line, the other ranks in a line each."""
+        from nblaunch.traceback import notebook_lines
+
+        return notebook_lines(self)
+
+
+def signal_name(number: int) -> str:
+    """A signal's name, such as "SIGSEGV"."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,14 +1,15 @@
 """What ran: collected at the launch, kept in the run's folder, and read back from there.
 
-    launch.yaml    the choices (config.py)
-    record.json    versions, machine, devices, source, seed
-    events.jsonl   what happened, a message a line
-    metrics.bin    batches of metrics, each behind its length
-    rank-N.log     what rank N wrote
+launch.yaml    the choices (config.py)
+record.json    versions, machine, devices, source, seed
+events.jsonl   what happened, a message a line
+metrics.bin    batches of metrics, each behind its length
+rank-N.log     what rank N wrote
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -29,11 +30,20 @@ from nblaunch.wire.messages import Message, Metrics
 LENGTH = struct.Struct("<I")
 """What stands before each batch in `metrics.bin`."""
 
-_PACKAGES = (
-    "torch numpy cloudpickle ipykernel ipython jupyterlab accelerate lightning transformers datasets "
-    "deepspeed torchvision scikit-learn pandas tqdm"
-).split()
-_COUNTING = ("CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "PYTHON", "ACCELERATE_", "HF_", "SLURM_")
+_PACKAGES = ["torch", "numpy", "cloudpickle", "ipykernel", "ipython", "jupyterlab", "accelerate", "lightning", "transformers", "datasets", "deepspeed", "torchvision", "scikit-learn", "pandas", "tqdm"]
+_COUNTING = (
+    "CUDA_",
+    "NCCL_",
+    "GLOO_",
+    "OMP_",
+    "MKL_",
+    "TORCH",
+    "PYTORCH_",
+    "PYTHON",
+    "ACCELERATE_",
+    "HF_",
+    "SLURM_",
+)
 
 _metrics_decoder = msgspec.msgpack.Decoder(Metrics)
 _event_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
@@ -46,7 +56,9 @@ _event_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
 )
 
 
-def collect(function: Any, sources: Mapping[str, str], seed: int, environment: Mapping[str, str]) -> dict[str, Any]:
+def collect(
+    function: Any, sources: Mapping[str, str], seed: int, environment: Mapping[str, str]
+) -> dict[str, Any]:
     """The record of a launch, as far as the notebook knows it; the agent adds the devices."""
     return {
         "nblaunch": __version__,
@@ -59,12 +71,15 @@ def collect(function: Any, sources: Mapping[str, str], seed: int, environment: M
         "cores": os.cpu_count(),
         "cwd": os.getcwd(),
         "argv": list(sys.argv),
-        "packages": _versions(),
-        "environment": {k: v for k, v in sorted(environment.items()) if k.startswith(_COUNTING) and _harmless(k)},
+        "packages": dict(_versions()),
+        "environment": {
+            k: v for k, v in sorted(environment.items()) if k.startswith(_COUNTING) and _harmless(k)
+        },
         "sources": dict(sources),
     }
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     found: dict[str, str] = {}
     for package in _PACKAGES:

@@ -1,6 +1,6 @@
 """The run's folder: what the agent keeps of a run, readable while it grows and after everything is gone.
 
-    launch.yaml  record.json  events.jsonl  metrics.bin  rank-0.log  rank-1.log ...
+launch.yaml  record.json  events.jsonl  metrics.bin  rank-0.log  rank-1.log ...
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from nblaunch.record import LENGTH
 from nblaunch.wire.messages import Failure, Launch, Message
 
 
-
 class RunFolder:
     """Writes a run's files. A disk that refuses cuts the folder short, says so once, and never ends a run."""
 
-    def __init__(self, launch: Launch, name: str, limit: int, ranks: list[int], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, launch: Launch, name: str, limit: int, ranks: list[int], warn: Callable[[str], None]
+    ) -> None:
         self._warn = warn
         self._limit = limit
         self._metrics_bytes = 0
@@ -126,7 +127,10 @@ def _new_folder(runs: Path, name: str) -> Path:
 
 def prune(runs: Path, keep: int) -> None:
     """Remove the oldest runs beyond the newest `keep`; one that is still being written stays."""
-    folders = sorted((path for path in runs.iterdir() if (path / "events.jsonl").exists()), key=_age)
+    try:
+        folders = sorted((path for path in runs.iterdir() if (path / "events.jsonl").exists()), key=_age)
+    except OSError:
+        return  # the folder went away meanwhile, and the old runs with it
     for path in folders[: max(0, len(folders) - keep)]:
         with (path / "events.jsonl").open("rb") as events:
             try:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from nblaunch.record import tails_of
 
-_TAIL_LINES = 30
+_TAIL_LINES = 80
 _LONGEST_LINE = 1 << 20
 _BURST = 2000
 _LINES_A_SECOND = 400.0
-_KEPT = 200
-"""Of a flood, the newest lines that one message carries."""
+_FLOOD_SECONDS = 0.25
+_KEPT = 50
+"""Of a flood, the newest lines that are passed on each `_FLOOD_SECONDS`."""
 
 
 class Lines:
@@ -106,7 +107,8 @@ class Teller:
         self._pending: deque[bytes] = deque()
         self._skipped = 0
         self._tokens = float(_BURST)
-        self._last = time.monotonic()
+        self._refilled = time.monotonic()
+        self._told = 0.0
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         """The newest lines that were passed on or skipped."""
 
@@ -123,19 +125,27 @@ class Teller:
             self._pending.popleft()
             self._skipped += 1
 
-    def flush(self) -> bool:
-        """Pass on what the rate allows; returns whether there was anything."""
+    def flush(self, at_once: bool = False) -> bool:
+        """Pass on what the rate allows; returns whether nothing is left waiting.
+
+        Args:
+            at_once: There will be no more: do not wait for the next time that a flood is told of.
+        """
         now = time.monotonic()
-        self._tokens = min(_BURST, self._tokens + (now - self._last) * _LINES_A_SECOND)
-        self._last = now
+        self._tokens = min(_BURST, self._tokens + (now - self._refilled) * _LINES_A_SECOND)
+        self._refilled = now
         if not self._pending:
+            return True
+        flood = self._skipped > 0 or len(self._pending) > self._tokens
+        if flood and not at_once and now - self._told < _FLOOD_SECONDS:
             return False
-        allowed = max(int(self._tokens), _KEPT // 4)
+        allowed = max(int(self._tokens), _KEPT)
         while len(self._pending) > allowed:
             self._pending.popleft()
             self._skipped += 1
         lines = [line.decode("utf-8", "replace") for line in self._pending]
         self._tokens = max(0.0, self._tokens - len(lines))
+        self._told = now
         self._tell(lines, self._skipped)
         self.tail.extend(lines)
         self._pending.clear()

@@ -62,6 +62,17 @@ def death(rank: int, status: int, *, out_of_memory: bool) -> Failure:
     return Failure(rank, "exit", now, message=f"exited with code {code} before it returned", code=code)
 
 
+def crash_lines(lines: list[str]) -> list[str]:
+    """What faulthandler wrote before a crash, without nblaunch's own frames; all lines if it wrote nothing."""
+    starts = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    if not starts:
+        return lines
+    report = [
+        line for line in lines[starts[-1] :] if line.strip() and not line.startswith("Extension modules")
+    ]
+    return [line for line in report if f"{os.sep}nblaunch{os.sep}" not in line]
+
+
 def signal_name(number: int) -> str:
     """A signal as one says it: "SIGSEGV (segmentation fault)"."""
     try:

@@ -35,3 +35,9 @@ def enter(context: RankContext) -> None:
     """Make `context` this process's; called once, by the rank's main."""
     global _current
     _current = context
+
+
+def leave() -> None:
+    """This process is no rank any more: a forked child of one."""
+    global _current
+    _current = None

@@ -12,17 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nblaunch.errors import NblaunchError
+from nblaunch.errors import CheckpointError
 from nblaunch.training.weights import to_disk
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-
-
-class CheckpointError(NblaunchError, RuntimeError):
-    """A checkpoint can't be written, or is not whole, or is of something else."""
 
 
 def beside(target: Path, purpose: str) -> Path:

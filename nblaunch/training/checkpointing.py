@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from nblaunch.errors import CheckpointError
 from nblaunch.training import checkpoint_folder, checkpoints, foreign_checkpoints, group
 from nblaunch.training.accumulation import Accumulation
-from nblaunch.training.checkpoint_folder import CheckpointError
 from nblaunch.training.options import ProjectConfiguration
 from nblaunch.training.preparing import Prepared
 from nblaunch.training.strategies.base import Strategy

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import nblaunch
+from nblaunch.errors import CheckpointError
 from nblaunch.training import checkpoint_folder as folders
 from nblaunch.training import group, seeds, weights
-from nblaunch.training.checkpoint_folder import CheckpointError
 from nblaunch.training.options import ProjectConfiguration
 from nblaunch.training.processes import PartialState
 

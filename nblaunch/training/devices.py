@@ -6,10 +6,11 @@ Used in the agent's device census (a process that ends at once) and in ranks, ne
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
-from nblaunch.wire.messages import Device
+from nblaunch.wire.messages import Device, Sample
 
 
 def accelerator_type() -> str | None:
@@ -71,3 +72,90 @@ def _uuid(properties: object) -> str:
     """The device's UUID as NVML spells it ("GPU-..."), or "" where torch tells none."""
     uuid = str(getattr(properties, "uuid", "") or "")
     return f"GPU-{uuid}" if uuid and not uuid.startswith(("GPU-", "MIG-")) else uuid
+
+
+def defer(tensor: torch.Tensor) -> Deferred | None:
+    """A number on a device to be read later, without waiting; None while a CUDA graph is captured."""
+    if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    return Deferred(tensor)
+
+
+class Deferred:
+    """One number on a device, on its way to the host; nobody waits for it.
+
+    On CUDA the copy goes into pinned memory on the current stream, with an event behind it. Elsewhere the tensor is
+    kept and read by whoever asks for the value.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def ready(self) -> bool:
+        """Whether `value` would not wait."""
+        return self._event is None or self._event.query()
+
+    def value(self) -> float:
+        """The number."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._host)
+
+
+class Sampler:
+    """Looks at what a device and this process use; never starts a driver in a process that has none."""
+
+    def __init__(self, device: Device) -> None:
+        import psutil
+
+        self._device = device
+        self._process = psutil.Process()
+        self._handle: Any = _nvml_handle(device.uuid) if device.type == "cuda" else None
+
+    def sample(self) -> Sample:
+        """What is in use now."""
+        sample = Sample(host_memory=self._process.memory_info().rss)
+        if self._device.type == "cpu":
+            return sample
+        sample.memory_total = self._device.memory
+        module = torch.get_device_module(self._device.type)
+        if module.is_initialized():
+            sample.memory_used = module.memory_allocated()
+            sample.memory_peak = module.max_memory_allocated()
+        if self._handle is not None:
+            _add_nvml(sample, self._handle)
+        return sample
+
+
+def _nvml_handle(uuid: str) -> Any:
+    """NVML's handle of the device, full or MIG; None where the driver library can't be had."""
+    import pynvml
+
+    bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    for prefix in ("GPU-", "MIG-"):
+        try:
+            return pynvml.nvmlDeviceGetHandleByUUID(prefix + bare)
+        except pynvml.NVMLError:
+            continue
+    return None
+
+
+def _add_nvml(sample: Sample, handle: Any) -> None:
+    import pynvml
+
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        sample.memory_used, sample.memory_total = int(memory.used), int(memory.total)
+        sample.utilization = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    except pynvml.NVMLError:
+        return  # a MIG slice tells no utilisation

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from nblaunch.errors import CheckpointError
 from nblaunch.training import group
-from nblaunch.training.checkpoint_folder import CheckpointError
 from nblaunch.training.checkpoints import Training, compare_weights, file_name
 from nblaunch.training.weights import read
 

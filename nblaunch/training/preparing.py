@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from nblaunch.errors import ConfigError, NblaunchError
+from nblaunch.errors import ConfigError, UnpreparedError
 from nblaunch.training.gradients import GradientState
 from nblaunch.training.optimizers import PreparedOptimizer, PreparedScheduler, move_state
 from nblaunch.training.options import TorchDynamoPlugin
@@ -18,10 +18,6 @@ from nblaunch.training.precision import Precision
 from nblaunch.training.processes import PartialState
 from nblaunch.training.scaling import Scaling
 from nblaunch.training.strategies.base import Strategy
-
-
-class UnpreparedError(NblaunchError, ValueError):
-    """Something was used that should have gone through `prepare` first."""
 
 
 class Prepared:

@@ -160,6 +160,10 @@ class Channel:
         self._fds.clear()
         self._socket.close()
 
+    def disown(self) -> None:
+        """This is a forked copy: leave the descriptor to whoever closes it, so that no finalizer closes its successor."""
+        self._socket.detach()
+
     def _split(self) -> list[Frame]:
         frames: list[Frame] = []
         start = 0

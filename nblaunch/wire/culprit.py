@@ -9,7 +9,6 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-
 _SECONDS = 10.0
 _DEPTH = 30
 
@@ -18,14 +17,21 @@ def find_culprit(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: BaseException
 ) -> str:
     """One sentence: the path from the function or an argument to the thing that can't be pickled, and why not."""
-    roots = [(_name(function), function), *_arguments(args, kwargs)]
-    until = time.monotonic() + _SECONDS
-    for path, thing in roots:
-        failure = _failure(thing)
-        if failure is not None:
-            steps, thing, failure = _descend([path], thing, failure, until)
-            return f"{' -> '.join(steps)} can't be sent to the ranks: {_why(thing, failure)}"
+    for path, thing in [(_name(function), function), *_arguments(args, kwargs)]:
+        if _failure(thing) is not None:
+            return find_part(path, thing, error, "can't be sent to the ranks")
     return f"{_name(function)} can't be sent to the ranks: {error}"
+
+
+def find_part(
+    path: str, thing: Any, error: BaseException, verdict: str = "can't be sent to the notebook"
+) -> str:
+    """One sentence: the path from `thing` to the part of it that can't be pickled, and why not."""
+    failure = _failure(thing)
+    if failure is None:
+        return f"{path} {verdict}: {error}"
+    steps, thing, failure = _descend([path], thing, failure, time.monotonic() + _SECONDS)
+    return f"{' -> '.join(steps)} {verdict}: {_why(thing, failure)}"
 
 
 def largest_parts(
@@ -38,10 +44,15 @@ def largest_parts(
 
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [*((f"args[{i}]", arg) for i, arg in enumerate(args)), *((f"kwargs[{k!r}]", v) for k, v in kwargs.items())]
+    return [
+        *((f"args[{i}]", arg) for i, arg in enumerate(args)),
+        *((f"kwargs[{k!r}]", v) for k, v in kwargs.items()),
+    ]
 
 
-def _descend(steps: list[str], thing: Any, failure: Exception, until: float) -> tuple[list[str], Any, Exception]:
+def _descend(
+    steps: list[str], thing: Any, failure: Exception, until: float
+) -> tuple[list[str], Any, Exception]:
     """Follow the first part that can't be pickled, as deep as there is one."""
     seen = {id(thing)}
     while len(steps) < _DEPTH:

@@ -8,6 +8,8 @@ seconds since the epoch. Large things (the payload, a rank's result) travel besi
                         Failure, Notice, Preloaded
     agent  -> template  Fork, Import                (the agent's preloaded, clean process that ranks are forked from)
     template -> agent   Warm, Forked
+    census   -> agent   Census
+    agent  -> stores    OpenStore, CloseStore       (one process that holds the process groups' stores)
     agent  -> rank      Begin, Dismiss
     rank   -> agent     State, Result, Failure, Display, Collective, Imported, Notice, and Metrics and Progress, which
                         the agent forwards unopened
@@ -328,15 +330,39 @@ class Warm(Message):
     """Module to reason: it could not be imported, or it started a thread or a device."""
     dirty: str = ""
     """Why no rank can be forked from it, or ""."""
+    accelerator: str = ""
+    """The kind of accelerator that torch was built for; whether there is one, the census tells."""
+    fork_safe: bool = True
+    """False where the accelerator's runtime does not bear a fork (ROCm, XPU)."""
+
+
+class Census(Message):
+    """The accelerators of this machine, as a process found them that ended at once."""
+
+    devices: list[Device]
+    backend: str
+    """The process group backend that serves them; gloo where there are none."""
 
 
 class Fork(Message):
-    """Fork one process; attached: its channel, stdout, stderr, and the payload (a store: its listening socket)."""
+    """Fork one process; attached: its channel, stdout, stderr and payload, or what else its role needs."""
 
     run: str
     role: str
-    """"rank" or "store"."""
+    """"rank", or, with a channel attached, "stores" or "census"."""
     rank: int = 0
+
+
+class OpenStore(Message):
+    """Serve the store of this run's process group; attached: the listening socket."""
+
+    run: str
+
+
+class CloseStore(Message):
+    """The run is over, or starts again with a store of its own."""
+
+    run: str
 
 
 class Forked(Message):
@@ -370,5 +396,3 @@ class Begin(Message):
 
 class Dismiss(Message):
     """All ranks have returned: end."""
-
-

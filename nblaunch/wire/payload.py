@@ -126,11 +126,11 @@ def load_home(source: int | bytes, home: Mapping[int, Any]) -> Any:
 class TensorPickler(cloudpickle.Pickler):
     """cloudpickle with torch storages out of band, each once, and code objects that keep their file's name."""
 
-    def __init__(
-        self, stream: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None
-    ) -> None:
+    def __init__(self, stream: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> None:
         # the C pickler looks the table up once, as it is made
-        self.dispatch_table = ChainMap({types.CodeType: self._reduce_code}, cloudpickle.Pickler.dispatch_table)
+        self.dispatch_table = ChainMap(
+            {types.CodeType: self._reduce_code}, cloudpickle.Pickler.dispatch_table
+        )
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
         self.files: set[str] = set()
         self._storages: dict[int, Any] = {}

@@ -18,10 +18,9 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
-from nblaunch.errors import CollectiveError
+from nblaunch.errors import CheckpointError, CollectiveError
 from nblaunch.training import checkpoint_folder
 from nblaunch.training.accelerator import Accelerator
-from nblaunch.training.checkpoint_folder import CheckpointError
 from nblaunch.training.options import GradScalerKwargs, ProjectConfiguration
 
 

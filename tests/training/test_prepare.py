@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from nblaunch.errors import UnpreparedError, UnusedParametersError
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.options import (
     AutocastKwargs,
@@ -20,8 +21,7 @@ from nblaunch.training.options import (
     InitProcessGroupKwargs,
     TorchDynamoPlugin,
 )
-from nblaunch.training.preparing import UnpreparedError
-from nblaunch.training.strategies.ddp import ParallelModule, UnusedParametersError
+from nblaunch.training.strategies.ddp import ParallelModule
 
 
 class Net(nn.Module):

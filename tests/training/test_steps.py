@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from nblaunch.errors import UnpreparedError
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.local_sgd import LocalSGD
 from nblaunch.training.options import DataLoaderConfiguration, GradientAccumulationPlugin, GradScalerKwargs
-from nblaunch.training.preparing import UnpreparedError
 
 torch.manual_seed(0)
 FEATURES = torch.randn(48, 5)

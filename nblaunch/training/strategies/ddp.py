@@ -13,14 +13,10 @@ from torch.distributed.algorithms.join import Join
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from nblaunch.errors import NblaunchError
+from nblaunch.errors import UnusedParametersError
 from nblaunch.training.kinds import DDPCommunicationHookType as Hook
 from nblaunch.training.options import DistributedDataParallelKwargs
 from nblaunch.training.strategies.base import Strategy
-
-
-class UnusedParametersError(NblaunchError, RuntimeError):
-    """The last loss did not depend on some parameters, so their gradients were never exchanged."""
 
 
 class ParallelModule(DistributedDataParallel):
