@@ -95,9 +95,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.use_port is not None and not 0 <= self.use_port < 65536:
             raise ConfigError(f"use_port={self.use_port} is no port; give 1 to 65535, or None for a free one")
         if self.num_nodes > 1 and not self.use_port and not self.rdzv_endpoint:
-            raise ConfigError(
-                "num_nodes > 1 needs a port that all machines know: pass use_port (and master_addr)"
-            )
+            raise ConfigError("num_nodes > 1 needs a port that all machines know: pass use_port (and master_addr)")
         if isinstance(self.devices, list) and not self.devices:
             raise ConfigError('devices=[] names no device; pass indices, "cpu", or None for all visible ones')
         for name, value in (self.env or {}).items():
@@ -110,9 +108,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """`run_limit` in bytes."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]B)", self.run_limit)
         if match is None:
-            raise ConfigError(
-                f'run_limit={self.run_limit!r} was not understood; write it as "200MB" or "2GB"'
-            )
+            raise ConfigError(f'run_limit={self.run_limit!r} was not understood; write it as "200MB" or "2GB"')
         return int(float(match[1]) * _BYTES[match[2]])
 
     @property

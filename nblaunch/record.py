@@ -30,7 +30,23 @@ from nblaunch.wire.messages import Message, Metrics
 LENGTH = struct.Struct("<I")
 """What stands before each batch in `metrics.bin`."""
 
-_PACKAGES = ["torch", "numpy", "cloudpickle", "ipykernel", "ipython", "jupyterlab", "accelerate", "lightning", "transformers", "datasets", "deepspeed", "torchvision", "scikit-learn", "pandas", "tqdm"]
+_PACKAGES = [
+    "torch",
+    "numpy",
+    "cloudpickle",
+    "ipykernel",
+    "ipython",
+    "jupyterlab",
+    "accelerate",
+    "lightning",
+    "transformers",
+    "datasets",
+    "deepspeed",
+    "torchvision",
+    "scikit-learn",
+    "pandas",
+    "tqdm",
+]
 _COUNTING = (
     "CUDA_",
     "NCCL_",
@@ -47,18 +63,11 @@ _COUNTING = (
 
 _metrics_decoder = msgspec.msgpack.Decoder(Metrics)
 _event_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
-    messages.Started
-    | messages.RankUpdate
-    | messages.Notice
-    | messages.Failure
-    | messages.Display
-    | messages.Finished
+    messages.Started | messages.RankUpdate | messages.Notice | messages.Failure | messages.Display | messages.Finished
 )
 
 
-def collect(
-    function: Any, sources: Mapping[str, str], seed: int, environment: Mapping[str, str]
-) -> dict[str, Any]:
+def collect(function: Any, sources: Mapping[str, str], seed: int, environment: Mapping[str, str]) -> dict[str, Any]:
     """The record of a launch, as far as the notebook knows it; the agent adds the devices."""
     return {
         "nblaunch": __version__,
@@ -72,9 +81,7 @@ def collect(
         "cwd": os.getcwd(),
         "argv": list(sys.argv),
         "packages": dict(_versions()),
-        "environment": {
-            k: v for k, v in sorted(environment.items()) if k.startswith(_COUNTING) and _harmless(k)
-        },
+        "environment": {k: v for k, v in sorted(environment.items()) if k.startswith(_COUNTING) and _harmless(k)},
         "sources": dict(sources),
     }
 

@@ -54,9 +54,7 @@ def _origin(text: str) -> str:
 def _others(others: list[Failure]) -> list[str]:
     if not others:
         return []
-    rows = [
-        f"rank {failure.rank} {_consequence(failure)}" for failure in sorted(others, key=lambda f: f.rank)
-    ]
+    rows = [f"rank {failure.rank} {_consequence(failure)}" for failure in sorted(others, key=lambda f: f.rank)]
     more = [f"... and {len(rows) - _MOST_OTHERS} more"] if len(rows) > _MOST_OTHERS else []
     return ["", *rows[:_MOST_OTHERS], *more]
 

@@ -26,9 +26,7 @@ from nblaunch.wire.messages import Failure, Launch, Message
 class RunFolder:
     """Writes a run's files. A disk that refuses cuts the folder short, says so once, and never ends a run."""
 
-    def __init__(
-        self, launch: Launch, name: str, limit: int, ranks: list[int], warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, launch: Launch, name: str, limit: int, ranks: list[int], warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._limit = limit
         self._metrics_bytes = 0

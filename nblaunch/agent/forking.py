@@ -32,12 +32,11 @@ _ENTRIES = {"rank": "begin", "stores": "keep_stores", "census": "take_census"}
 """What a forked process is to be, to the function of the rank's main that makes it so."""
 
 
-def fork_template(path: list[str]) -> tuple[int, socket.socket]:
-    """Fork the first template from the agent; returns its process id and the agent's end of its channel."""
+def fork_template(path: list[str]) -> socket.socket:
+    """Fork the first template from the agent; returns the agent's end of its channel."""
     agent = os.getpid()
     ours, theirs = wire.pair()
-    pid = os.fork()
-    if pid == 0:
+    if os.fork() == 0:
 
         def become_first() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -48,7 +47,7 @@ def fork_template(path: list[str]) -> tuple[int, socket.socket]:
 
         _live(become_first)
     theirs.close()
-    return pid, ours
+    return ours
 
 
 class Reborn(BaseException):

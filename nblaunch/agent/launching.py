@@ -66,9 +66,7 @@ def _select(config: LaunchConfig, found: list[Device]) -> list[Device]:
         matching = [device for device in found if device.type == wanted]
         if not matching:
             kinds = ", ".join(sorted({device.type for device in found})) or "none"
-            raise ConfigError(
-                f'devices="{wanted}": there is no such device here; accelerators visible: {kinds}'
-            )
+            raise ConfigError(f'devices="{wanted}": there is no such device here; accelerators visible: {kinds}')
         return matching
     selected: list[Device] = []
     for name in wanted:
@@ -156,9 +154,7 @@ def rank_environment(
     if plan.devices[local_rank].type == "cpu":
         environment |= {"ACCELERATE_USE_CPU": 1, "LT_ACCELERATOR": "cpu"}
     elif isinstance(config.devices, list):
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(
-            device.uuid or str(device.index) for device in plan.devices
-        )
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(device.uuid or str(device.index) for device in plan.devices)
     if config.mixed_precision is not None:
         environment["ACCELERATE_MIXED_PRECISION"] = config.mixed_precision
         if config.mixed_precision in _FABRIC_PRECISION:

@@ -67,9 +67,7 @@ def crash_lines(lines: list[str]) -> list[str]:
     starts = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error")]
     if not starts:
         return lines
-    report = [
-        line for line in lines[starts[-1] :] if line.strip() and not line.startswith("Extension modules")
-    ]
+    report = [line for line in lines[starts[-1] :] if line.strip() and not line.startswith("Extension modules")]
     return [line for line in report if f"{os.sep}nblaunch{os.sep}" not in line]
 
 

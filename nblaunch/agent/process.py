@@ -25,15 +25,11 @@ _LAST_LINES = 15
 class Stream:
     """One of a rank's two pipes."""
 
-    def __init__(
-        self, name: str, tell: Callable[[list[str], int], None], log: Callable[[bytes], None]
-    ) -> None:
+    def __init__(self, name: str, tell: Callable[[list[str], int], None], log: Callable[[bytes], None]) -> None:
         self.name = name
         self.fd, self.rank_end = os.pipe()
         os.set_blocking(self.fd, False)
-        with contextlib.suppress(
-            OSError
-        ):  # a larger pipe is a convenience; unprivileged users have a quota of them
+        with contextlib.suppress(OSError):  # a larger pipe is a convenience; unprivileged users have a quota of them
             fcntl.fcntl(self.fd, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         self.teller = Teller(tell)
         self._log = log

@@ -81,9 +81,7 @@ class Surroundings(Protocol):
 class AgentRun:
     """The ranks of one launch on this machine."""
 
-    def __init__(
-        self, server: Surroundings, launch: Launch, payload: int, plan: launching.Plan, method: str
-    ) -> None:
+    def __init__(self, server: Surroundings, launch: Launch, payload: int, plan: launching.Plan, method: str) -> None:
         self.launch = launch
         self.config = from_mapping(launch.config)
         self._server = server
@@ -117,18 +115,14 @@ class AgentRun:
         self._stopping = ""
         self._finished = False
         self._begun = time.time()
-        self._ranks = {
-            rank: RankProcess(rank, self._loop, self._told, self._wrote) for rank in self._plan.ranks
-        }
+        self._ranks = {rank: RankProcess(rank, self._loop, self._told, self._wrote) for rank in self._plan.ranks}
         requests: list[tuple[Fork, list[int]]] = []
         for local_rank, process in enumerate(self._ranks.values()):
             process.watch(lambda f, p=process: self._on_frame(p, f), lambda p=process: self._on_death(p))
             environment = self._environment(local_rank)
             process.say(self._begin(process.rank, local_rank, environment))
             if self._method == "fork":
-                requests.append(
-                    (Fork(self.launch.run, "rank", process.rank), process.rank_fds(self._payload))
-                )
+                requests.append((Fork(self.launch.run, "rank", process.rank), process.rank_fds(self._payload)))
             else:
                 self._exec(process, environment)
         self._server.fork(requests, self.launch)
@@ -146,9 +140,7 @@ class AgentRun:
         )
 
     def _environment(self, local_rank: int) -> dict[str, str]:
-        return launching.rank_environment(
-            self.launch, self.config, self._plan, local_rank, self._port, self._attempt
-        )
+        return launching.rank_environment(self.launch, self.config, self._plan, local_rank, self._port, self._attempt)
 
     def _exec(self, process: RankProcess, environment: dict[str, str]) -> None:
         """Start a rank in a fresh interpreter."""
@@ -170,12 +162,6 @@ class AgentRun:
         for fd in fds:
             os.close(fd)
         self.forked(process.rank, child.pid, "")
-
-    def template_lost(self) -> None:
-        """The process that was to fork this run's ranks has ended; those that were not forked start by exec."""
-        for process in self._ranks.values():
-            if not process.pid:
-                self.forked(process.rank, 0, "the process to fork it from has ended")
 
     def forked(self, rank: int, pid: int, dirty: str) -> None:
         """A process of this run exists, or could not be forked."""
@@ -267,9 +253,7 @@ class AgentRun:
         if process.state == "returned":
             if os.WIFSIGNALED(status) and not self._stopping and os.WTERMSIG(status) != signal.SIGKILL:
                 name = policy.signal_name(os.WTERMSIG(status))
-                self._warn(
-                    f"rank {process.rank} (pid {pid}) was killed by {name} as it ended; its result is here"
-                )
+                self._warn(f"rank {process.rank} (pid {pid}) was killed by {name} as it ended; its result is here")
         elif process.failure is None:
             self._failed(process, self._meaning_of(process, status))
         if process.state == "returned":

@@ -96,9 +96,7 @@ class Server(TemplateOwner):
                 self._leaving = True
                 self._leave_if_idle()
             case other:
-                self.tell(
-                    Notice(f"the agent does not know what to do with {type(other).__name__}", "warning")
-                )
+                self.tell(Notice(f"the agent does not know what to do with {type(other).__name__}", "warning"))
 
     def _stop(self, stop: Stop) -> None:
         run = self._runs.get(stop.run)
@@ -259,17 +257,9 @@ class Server(TemplateOwner):
         if self._stores is not None:
             self._stores.send(CloseStore(run))
 
-    def template_lost(self) -> None:
-        """What that template was asked to fork may not come."""
-        for run in list(self._runs.values()):
-            run.template_lost()
-
     def template_ended(self, warm: Warm | None) -> None:
         """Without the base template nothing can be launched any more."""
-        self.template_lost()
-        self._give_up(
-            "the process that imports torch ended unexpectedly" if warm is None else "its template ended"
-        )
+        self._give_up("the process that imports torch ended unexpectedly" if warm is None else "its template ended")
 
     def _give_up(self, reason: str) -> None:
         for launch, payload in self._waiting:

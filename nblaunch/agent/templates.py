@@ -19,9 +19,7 @@ Key = tuple[dict[str, str], list[str], list[float]]
 class Handle:
     """The agent's end of one template."""
 
-    def __init__(
-        self, loop: Loop, channel: Channel, key: Key | None, on: Callable[[Handle, Frame], None]
-    ) -> None:
+    def __init__(self, loop: Loop, channel: Channel, key: Key | None, on: Callable[[Handle, Frame], None]) -> None:
         self.channel = channel
         self.key = key
         """Under which environment, path and state of site-packages it imported; None is the agent's own."""
@@ -29,28 +27,29 @@ class Handle:
         self.wanted: list[str] = []
         self._loop = loop
         self._on = on
-        self._unanswered = 0
+        self._expected: list[Fork] = []
         self._retired = False
-        self.lost: Callable[[Handle], None] = lambda handle: None
+        self.lost: Callable[[Handle, list[Fork]], None] = lambda handle, expected: None
         loop.watch(channel.fileno(), self._read)
 
     def ask(self, message: Fork | Import, fds: list[int]) -> None:
         """Send a request with its descriptors."""
-        self._unanswered += isinstance(message, Fork)
+        if isinstance(message, Fork):
+            self._expected.append(message)
         self.channel.send(message, fds)
         if self.channel.waiting:
             self._loop.want_write(self.channel.fileno(), self._write)
 
-    def answered(self) -> None:
+    def answered(self, answer: Forked) -> None:
         """It has said what became of one process that it was asked for."""
-        self._unanswered -= 1
+        self._expected = [fork for fork in self._expected if (fork.run, fork.rank) != (answer.run, answer.rank)]
         if self._retired:
             self.retire()
 
     def retire(self) -> None:
         """Another has taken its place: let it go once nothing is expected of it any more."""
         self._retired = True
-        if not self._unanswered:
+        if not self._expected:
             self.close()
 
     def close(self) -> None:
@@ -70,7 +69,7 @@ class Handle:
             return
         if self.channel.closed:
             self.close()
-            self.lost(self)
+            self.lost(self, self._expected)
 
     def _write(self) -> None:
         self.channel.flush()
@@ -87,9 +86,7 @@ class Templates:
         self._rejected: set[str] = set()
         self._preloaded: Handle | None = None
         self._successor: Handle | None = None
-        pid, ours = fork_template(path)
-        self.first_pid = pid
-        self._base = self._handle(Channel(ours), None)
+        self._base = self._handle(Channel(fork_template(path)), None)
 
     @property
     def warm(self) -> Warm | None:
@@ -141,7 +138,7 @@ class Templates:
             self._on_warm(handle, message)
         elif isinstance(message, Forked):
             self._owner.forked(message)
-            handle.answered()
+            handle.answered(message)
 
     def _on_warm(self, handle: Handle, warm: Warm) -> None:
         self._rejected.update(name.split(".")[0] for name in warm.rejected)
@@ -169,13 +166,14 @@ class Templates:
         launch = Launch("", {}, environment, "", path, [], 0, {}, "", {}, "")
         self.preload(handle.wanted, launch)
 
-    def _on_lost(self, handle: Handle) -> None:
+    def _on_lost(self, handle: Handle, expected: list[Fork]) -> None:
         if handle is self._successor:
             self._successor = None
         elif handle is self._preloaded:
             self._preloaded = None
-            self._owner.template_lost()
-        elif handle is self._base:
+        for fork in expected:
+            self._owner.forked(Forked(fork.run, fork.role, fork.rank, 0, "the process to fork it from has ended"))
+        if handle is self._base:
             self._owner.template_ended(handle.warm)
 
 
@@ -184,10 +182,6 @@ class TemplateOwner:
 
     def template_ready(self, warm: Warm) -> None:
         """The base template has torch, or says why not."""
-        raise NotImplementedError
-
-    def template_lost(self) -> None:
-        """A template ended; what it was asked to fork may not come."""
         raise NotImplementedError
 
     def template_ended(self, warm: Warm | None) -> None:

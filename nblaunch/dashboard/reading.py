@@ -144,11 +144,7 @@ def pace(state: RunState) -> str:
             return f"{formats.rate((s1 - s0) / (t1 - t0))} steps/s"
     if state.over:
         return ""
-    bars = [
-        bar
-        for rank in state.ranks.values()
-        if (bar := _innermost(rank)) and bar.rate and bar.unit not in COUNTED
-    ]
+    bars = [bar for rank in state.ranks.values() if (bar := _innermost(rank)) and bar.rate and bar.unit not in COUNTED]
     if not bars:
         return ""
     return f"{formats.rate(statistics.median(bar.rate or 0 for bar in bars))} {bars[0].unit or 'it'}/s"
@@ -305,9 +301,7 @@ def _bar(bar: Bar, over: bool) -> tuple[int, str, float, str]:
     if not over and not bar.closed and bar.rate:
         unit = "" if bar.unit == "it" else f" {bar.unit}"
         parts.append(
-            f"{formats.rate(bar.rate)}{unit}/s"
-            if bar.rate >= 0.1
-            else f"{formats.duration(1 / bar.rate)} each"
+            f"{formats.rate(bar.rate)}{unit}/s" if bar.rate >= 0.1 else f"{formats.duration(1 / bar.rate)} each"
         )
         if bar.total and bar.n < bar.total:
             parts.append(f"{formats.roughly((bar.total - bar.n) / bar.rate)} left")
@@ -345,9 +339,7 @@ def _late(state: RunState) -> dict[int, str]:
     middle = statistics.median_high(bar.n for bar in bars.values())
     total = next(iter(bars.values())).total or 1
     slack = max(2.0, 0.03 * total)
-    return {
-        r: f"{formats.count(middle - bar.n)} {bar.unit}" for r, bar in bars.items() if middle - bar.n > slack
-    }
+    return {r: f"{formats.count(middle - bar.n)} {bar.unit}" for r, bar in bars.items() if middle - bar.n > slack}
 
 
 def _remark(state: RunState, rows: list[Row]) -> str:

@@ -98,9 +98,7 @@ def png(state: RunState) -> bytes:
     return target.getvalue()
 
 
-def _draw(
-    axes: Axes, chart: dict[str, Any], curves: dict[str, list[tuple[int, float, float, float]]]
-) -> None:
+def _draw(axes: Axes, chart: dict[str, Any], curves: dict[str, list[tuple[int, float, float, float]]]) -> None:
     for series, colour in zip(chart["series"], _COLOURS * len(chart["series"]), strict=False):
         points = curves[series["metric"]]
         steps, means, lows, highs = zip(*points, strict=True) if points else ((), (), (), ())

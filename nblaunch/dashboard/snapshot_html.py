@@ -54,9 +54,7 @@ def _cause(data: dict[str, Any]) -> str:
     cause = data["cause"]
     if cause is None:
         return ""
-    block = (
-        f"<p><b>{escape(failures.title(cause))}</b></p><pre>{escape(failures.excerpt(cause)[:6000])}</pre>"
-    )
+    block = f"<p><b>{escape(failures.title(cause))}</b></p><pre>{escape(failures.excerpt(cause)[:6000])}</pre>"
     if cause.text:
         block += _fold("Whole traceback", f"<pre>{escape(formats.plain(cause.text)[-12000:])}</pre>")
     if data["others"]:
@@ -95,8 +93,7 @@ def _metrics(charts: list[dict[str, Any]]) -> str:
 
 def _output(state: RunState, data: dict[str, Any]) -> str:
     lines = [
-        f"[{formats.rank_list(ranks)}] {formats.plain(text)[:300]}"
-        for ranks, _, text in data["output"][-_MOST_LINES:]
+        f"[{formats.rank_list(ranks)}] {formats.plain(text)[:300]}" for ranks, _, text in data["output"][-_MOST_LINES:]
     ]
     notices = "".join(f"<li>{escape(formats.plain(text))}</li>" for _, _, text in data["notices"][-10:])
     block = f"<ul>{notices}</ul>" if notices else ""
@@ -129,7 +126,9 @@ def _display(display: Display) -> str:
         picture = display.data.get(kind)
         if picture:
             encoded = base64.b64encode(picture).decode() if isinstance(picture, bytes) else str(picture)
-            return f'<img alt="shown by rank {display.rank}" src="data:{kind};base64,{escape("".join(encoded.split()))}">'
+            return (
+                f'<img alt="shown by rank {display.rank}" src="data:{kind};base64,{escape("".join(encoded.split()))}">'
+            )
     return f"<pre>{escape(formats.plain(str(display.data.get('text/plain', ''))))}</pre>"
 
 
@@ -138,9 +137,7 @@ def _table(titles: list[str], rows: list[list[str]]) -> str:
     style = [_RIGHT if all(_is_figure(row[i]) for row in rows) else _LEFT for i in range(len(titles))]
     head = "".join(f'<th style="{style[i]}">{escape(titles[i])}</th>' for i in used)
     body = "".join(
-        "<tr>"
-        + "".join(f'<td style="{style[i]}">{escape(formats.plain(row[i]))}</td>' for i in used)
-        + "</tr>"
+        "<tr>" + "".join(f'<td style="{style[i]}">{escape(formats.plain(row[i]))}</td>' for i in used) + "</tr>"
         for row in rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

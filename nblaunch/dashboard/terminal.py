@@ -145,9 +145,7 @@ class LiveView:
         table = Table.grid(padding=(0, 2))
         for row in shown_rows(rows):
             style = "red" if set("fx") & set(row.flags) else "yellow" if row.flags else ""
-            bars = Text("\n").join(
-                Text(f"{'  ' * d}{label}  {_blocks(done)}  {r}") for d, label, done, r in row.bars
-            )
+            bars = Text("\n").join(Text(f"{'  ' * d}{label}  {_blocks(done)}  {r}") for d, label, done, r in row.bars)
             cells = [f"{row.rank} {row.device}", bars, row.main, row.memory, row.note]
             if row.utilization >= 0:
                 cells.insert(3, f"{row.utilization:.0f} %")
@@ -155,9 +153,7 @@ class LiveView:
         head = Text(f"{frame['head']['status']}  {self.state.name}  {_summary(frame)}", style="bold")
         lines: list[RenderableType] = [head, table]
         if len(rows) > _MOST_ROWS:
-            lines.append(
-                Text(f"{len(rows)} ranks, {len(rows) - len(shown_rows(rows))} of them as usual", style="dim")
-            )
+            lines.append(Text(f"{len(rows)} ranks, {len(rows) - len(shown_rows(rows))} of them as usual", style="dim"))
         lines += [Text(line, style="dim") for line in snapshot.metric_lines(frame["charts"][:8])]
         if frame["remark"]:
             lines.append(Text(frame["remark"], style="yellow"))

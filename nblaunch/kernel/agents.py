@@ -141,9 +141,7 @@ class Agent:
     def _why(self, code: int) -> str:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         size = os.fstat(self._log).st_size
-        words = (
-            os.pread(self._log, _LAST_WORDS, max(0, size - _LAST_WORDS)).decode("utf-8", "replace").strip()
-        )
+        words = os.pread(self._log, _LAST_WORDS, max(0, size - _LAST_WORDS)).decode("utf-8", "replace").strip()
         return f"the agent, which starts the ranks, {how}" + (f"; its last words:\n{words}" if words else "")
 
 

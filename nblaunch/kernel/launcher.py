@@ -115,9 +115,7 @@ def notebook_launcher(
     return _launch(function, args, kwargs, chosen, block)
 
 
-def debug_launcher(
-    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = 2
-) -> Run:
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = 2) -> Run:
     """Run `function(*args)` on ranks that keep to the CPU, for tests; see `notebook_launcher`."""
     return notebook_launcher(function, args, num_processes, devices="cpu")
 
@@ -160,9 +158,7 @@ def _launch(
     return run
 
 
-def _message(
-    run: Run, function: Callable[..., Any], pickled: payload.Payload, config: LaunchConfig
-) -> Launch:
+def _message(run: Run, function: Callable[..., Any], pickled: payload.Payload, config: LaunchConfig) -> Launch:
     environment = dict(os.environ)
     root = logging.getLogger()
     cwd = os.getcwd()
@@ -233,9 +229,7 @@ def _port(text: str) -> int:
 
 def _checked_args(args: Any) -> tuple[Any, ...]:
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
-        raise ConfigError(
-            f"args is a {type(args).__name__}, expected a tuple of arguments; for one, write args=(x,)"
-        )
+        raise ConfigError(f"args is a {type(args).__name__}, expected a tuple of arguments; for one, write args=(x,)")
     return tuple(args)
 
 
@@ -260,9 +254,7 @@ def _not_in_a_rank() -> None:
         raise ConfigError("notebook_launcher was called inside a rank; launch from the notebook")
 
 
-def _tell_size(
-    nbytes: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _tell_size(nbytes: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     from nblaunch.wire.culprit import largest_parts
 
     parts = ", ".join(f"{path} {size / 1e6:,.0f} MB" for path, size in largest_parts(function, args, kwargs))

@@ -52,9 +52,7 @@ class MetricsTable:
     def __getitem__(self, column: str) -> list[Any]:
         """A column by its name."""
         if column not in self.COLUMNS:
-            raise KeyError(
-                f"{column!r} is no column; there are {', '.join(self.COLUMNS)} (metrics: {self.names})"
-            )
+            raise KeyError(f"{column!r} is no column; there are {', '.join(self.COLUMNS)} (metrics: {self.names})")
         return getattr(self, column)
 
     def values(self, name: str, rank: int | None = None) -> list[float]:

@@ -52,9 +52,7 @@ class CellOutput:
     def _print(self, message: Output) -> None:
         self._flush_errors()
         if message.skipped:
-            sys.stdout.write(
-                f"... {message.skipped:,} lines of rank {message.rank} are in its log alone ...\n"
-            )
+            sys.stdout.write(f"... {message.skipped:,} lines of rank {message.rank} are in its log alone ...\n")
         sys.stdout.write("\n".join(message.lines) + "\n")
         sys.stdout.flush()
 
@@ -80,9 +78,7 @@ class CellOutput:
         if len(ranks) > 1 and self._prefix.startswith("[rank "):
             return f"[ranks {', '.join(map(str, sorted(ranks)))}] "
         names = ", ".join(map(str, sorted(ranks)))
-        return string.Template(self._prefix).safe_substitute(
-            rank=names, local_rank=names, role_name="default"
-        )
+        return string.Template(self._prefix).safe_substitute(rank=names, local_rank=names, role_name="default")
 
 
 def show_display(message: Display) -> None:

@@ -321,9 +321,7 @@ class Run:
 
     def _only_here(self) -> None:
         if os.getpid() != self._owner:
-            raise NblaunchError(
-                "this Run belongs to another process: it can be waited for and stopped only there"
-            )
+            raise NblaunchError("this Run belongs to another process: it can be waited for and stopped only there")
 
     def __del__(self) -> None:
         if os.getpid() == self._owner:
@@ -335,9 +333,7 @@ class Run:
 
     def __repr__(self) -> str:
         ranks = len(self.state.ranks)
-        text = (
-            f"Run {self.name!r}: {self.status}, {ranks} rank{'s' * (ranks != 1)}, {self.state.elapsed:.1f} s"
-        )
+        text = f"Run {self.name!r}: {self.status}, {ranks} rank{'s' * (ranks != 1)}, {self.state.elapsed:.1f} s"
         return f"<{text}, in {self.state.folder}>" if self.state.folder else f"<{text}>"
 
     def _repr_html_(self) -> str:
@@ -366,9 +362,7 @@ def load_run(path: str | Path) -> Run:
     """
     path = Path(path)
     if not (path / "launch.yaml").exists():
-        raise ConfigError(
-            f"{path} holds no run: it has no launch.yaml; runs are in .nblaunch/runs/<time>-<function>"
-        )
+        raise ConfigError(f"{path} holds no run: it has no launch.yaml; runs are in .nblaunch/runs/<time>-<function>")
     config = LaunchConfig.load(path / "launch.yaml")
     run = Run(config.name or path.name, config)
     for event in record.read_events(path):

@@ -76,9 +76,7 @@ class _TqdmBar:
     def look(self) -> Bar:
         """The bar as it stands."""
         bar = self._bar
-        return Bar(
-            bar.id, bar.description, bar.n, bar.total, bar.rate, bar.unit, bar.depth, self.closed, bar.postfix
-        )
+        return Bar(bar.id, bar.description, bar.n, bar.total, bar.rate, bar.unit, bar.depth, self.closed, bar.postfix)
 
 
 def replace_fancy_bars() -> None:

@@ -40,14 +40,10 @@ class Displayer:
         identity = uuid.uuid4().hex if display_id is True else display_id
         for thing in objects:
             data, found = (thing, {}) if options.get("raw") else self._format(thing)
-            self.publish(
-                data, {**found, **(metadata or {})}, display_id=identity, update=options.get("update", False)
-            )
+            self.publish(data, {**found, **(metadata or {})}, display_id=identity, update=options.get("update", False))
         return _Handle(self, identity) if identity else None
 
-    def publish(
-        self, data: dict[str, Any], metadata: dict[str, Any], *, display_id: Any, update: bool
-    ) -> None:
+    def publish(self, data: dict[str, Any], metadata: dict[str, Any], *, display_id: Any, update: bool) -> None:
         """Send a mime bundle; of one that is too large the text alone."""
         size = sum(len(value) for value in data.values() if isinstance(value, str | bytes))
         if size > _LARGEST:
@@ -67,9 +63,7 @@ class Displayer:
     def change_ipython(self, module: types.ModuleType) -> None:
         """Let IPython's own functions, for those who import them, come here too."""
 
-        def publish_display_data(
-            data: Any, metadata: Any = None, *, transient: Any = None, **options: Any
-        ) -> None:
+        def publish_display_data(data: Any, metadata: Any = None, *, transient: Any = None, **options: Any) -> None:
             identity = (transient or {}).get("display_id")
             bundle = {kind: _text(value) for kind, value in data.items()}
             self.publish(bundle, metadata or {}, display_id=identity, update=options.get("update", False))

@@ -29,9 +29,7 @@ def describe(error: BaseException, rank: int, run: str, labels: Mapping[int, int
     error = error.with_traceback(_without_ours(error.__traceback__))
     kind = type(error)
     name = (
-        kind.__qualname__
-        if kind.__module__ in ("builtins", "__main__")
-        else f"{kind.__module__}.{kind.__qualname__}"
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
     )
     return Failure(
         rank,

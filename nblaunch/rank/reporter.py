@@ -48,9 +48,7 @@ def log(values: Mapping[str, Any] | None = None, /, *, step: int | None = None, 
         current.reporter.log({**values, **metrics} if values else metrics, step)
 
 
-def progress(
-    iterable: Iterable[T], *, desc: str = "", total: float | None = None, unit: str = "it"
-) -> Iterator[T]:
+def progress(iterable: Iterable[T], *, desc: str = "", total: float | None = None, unit: str = "it") -> Iterator[T]:
     """Iterate, and show this rank's bar on the dashboard. Outside a launch it only iterates.
 
     Args:
@@ -153,9 +151,7 @@ class Reporter:
         captured = [name for name, number in numbers.items() if number is None]
         if captured and not self._said_captured:
             self._said_captured = True
-            text = (
-                f"log() of {', '.join(captured)} inside a CUDA graph capture has no value yet and is skipped"
-            )
+            text = f"log() of {', '.join(captured)} inside a CUDA graph capture has no value yet and is skipped"
             self.send(Notice(text, "warning", self.rank, self._run))
         return {name: number for name, number in numbers.items() if number is not None}
 

@@ -16,10 +16,7 @@ def where_main_thread_is() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         code = frame.f_code
-        if (
-            not code.co_filename.startswith((*_INSTALLED, "<"))
-            and f"{os.sep}nblaunch{os.sep}" not in code.co_filename
-        ):
+        if not code.co_filename.startswith((*_INSTALLED, "<")) and f"{os.sep}nblaunch{os.sep}" not in code.co_filename:
             return f"{code.co_name}, {code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

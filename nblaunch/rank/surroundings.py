@@ -183,9 +183,7 @@ def _precision(message: Begin, config: LaunchConfig) -> None:
         torch.set_float32_matmul_precision(config.matmul_precision)
     kind = message.device.type
     if config.mixed_precision in ("bf16", "fp16"):
-        torch.set_autocast_dtype(
-            kind, getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[config.mixed_precision])
-        )
+        torch.set_autocast_dtype(kind, getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[config.mixed_precision]))
     if config.mixed_precision == "bf16":
         torch.set_autocast_enabled(kind, True)
         torch.set_autocast_cache_enabled(False)

@@ -23,9 +23,7 @@ def find_culprit(
     return f"{_name(function)} can't be sent to the ranks: {error}"
 
 
-def find_part(
-    path: str, thing: Any, error: BaseException, verdict: str = "can't be sent to the notebook"
-) -> str:
+def find_part(path: str, thing: Any, error: BaseException, verdict: str = "can't be sent to the notebook") -> str:
     """One sentence: the path from `thing` to the part of it that can't be pickled, and why not."""
     failure = _failure(thing)
     if failure is None:
@@ -50,9 +48,7 @@ def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[s
     ]
 
 
-def _descend(
-    steps: list[str], thing: Any, failure: Exception, until: float
-) -> tuple[list[str], Any, Exception]:
+def _descend(steps: list[str], thing: Any, failure: Exception, until: float) -> tuple[list[str], Any, Exception]:
     """Follow the first part that can't be pickled, as deep as there is one."""
     seen = {id(thing)}
     while len(steps) < _DEPTH:

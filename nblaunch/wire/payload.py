@@ -128,9 +128,7 @@ class TensorPickler(cloudpickle.Pickler):
 
     def __init__(self, stream: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> None:
         # the C pickler looks the table up once, as it is made
-        self.dispatch_table = ChainMap(
-            {types.CodeType: self._reduce_code}, cloudpickle.Pickler.dispatch_table
-        )
+        self.dispatch_table = ChainMap({types.CodeType: self._reduce_code}, cloudpickle.Pickler.dispatch_table)
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
         self.files: set[str] = set()
         self._storages: dict[int, Any] = {}
@@ -169,9 +167,7 @@ class TensorPickler(cloudpickle.Pickler):
 class CallPickler(TensorPickler):
     """Pickles a call in the kernel; numbers what goes by value."""
 
-    def __init__(
-        self, stream: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None
-    ) -> None:
+    def __init__(self, stream: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> None:
         super().__init__(stream, buffer_callback)
         self.home: dict[int, Any] = {}
         self._main_globals = {"__name__": _MAIN}
