@@ -63,9 +63,7 @@ class RankExchange:
         structure, specs = group.broadcast_object(headers)[self.process_index]
         if packed is not None:
             buffers = [buffer.to(self._carrier) for _, _, buffer in packed]
-            sent = [
-                dist.isend(buffer, rank) for rank, buffer in enumerate(buffers) if rank and buffer.numel()
-            ]
+            sent = [dist.isend(buffer, rank) for rank, buffer in enumerate(buffers) if rank and buffer.numel()]
             for work in sent:
                 if work is not None:
                     work.wait()
@@ -179,6 +177,7 @@ class DispatchSource:
 
     def __init__(self, source: Source, sharding: Sharding, exchange: Exchange) -> None:
         self.source = source
+        self.stateful = source.stateful
         self.dataset = source.dataset
         self.exchange = exchange
         self.indexed = self.in_process = False

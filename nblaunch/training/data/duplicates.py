@@ -161,9 +161,7 @@ def _cut(values: Any, rows: int | None, spans: list[Span]) -> Any:
         spans: What they may be made of.
     """
     total = len(values)
-    fitting = [
-        span for span in spans if sum(span.rows) == total and (rows is None or set(span.rows) == {rows})
-    ]
+    fitting = [span for span in spans if sum(span.rows) == total and (rows is None or set(span.rows) == {rows})]
     if not fitting:
         return values
     kept = fitting[0].kept()

@@ -119,6 +119,7 @@ class IterableSource(Reading):
         stateful: bool = False,
     ) -> None:
         self.single = base.batch_size is None
+        self.stateful = stateful
         self.indexed = self.in_process = False
         self.sharding = replace(sharding, batch_size=1) if self.single else sharding
         self.exchange = exchange
@@ -172,6 +173,7 @@ class ShardedSource:
 
     def __init__(self, source: IterableSource, sharding: Sharding, exchange: Exchange) -> None:
         self.source = source
+        self.stateful = source.stateful
         self.dataset = source.dataset
         self.sharding = sharding
         self.exchange = exchange

@@ -83,9 +83,8 @@ class PreparedLoader(DataLoader[Any]):
                 yield self._copies.arrived(fetched.batch)
             self._position.complete(present)
         finally:
-            if (
-                self._position.record is present.record
-            ):  # an older pass may be closed late, during a newer one
+            # a pass that was left may be closed late, while a newer one goes on
+            if self._position.record is present.record:
                 self.end_of_dataloader = False
                 self.gradient_state._remove_dataloader(self)
 
@@ -118,9 +117,9 @@ class PreparedLoader(DataLoader[Any]):
         saved = present.saved or {}
         if saved.get("finished"):
             return
-        # a state is of use where it was saved; skip_first_batches may ask for another place
-        reader = saved.get("reader") if present.handed == saved.get("batches") else None
-        stream = self.source.read(present.start, reader)
+        if present.handed != saved.get("batches"):  # skip_first_batches asks for another place than was saved
+            saved = {}
+        stream = self.source.read(present.start, saved.get("reader"))
         upcoming = self._first(stream, saved.get("fetch_random"))
         while upcoming is not None:
             fetched, upcoming = upcoming, None
@@ -215,6 +214,8 @@ class PreparedLoader(DataLoader[Any]):
                 f"the state holds {len(state['generators'])} generators, and this loader has "
                 f"{len(self._generators())}; load it into a loader made in the same way"
             )
+        if not self.source.stateful:
+            state = {**state, "reader": None}
         self._position.load_state_dict(state)
         for each in self._seedable():
             each.initial_seed = state["data_seed"]

@@ -101,9 +101,7 @@ def _source(
     if n > 1 and not options.split_batches and _shards(loader.dataset) >= n:
         own = copy.copy(loader)
         vars(own)["dataset"] = loader.dataset.shard(num_shards=n, index=rank)  # pyright: ignore[reportAttributeAccessIssue]
-        return ShardedSource(
-            IterableSource(own, sharding, exchange, rank=None, stateful=stateful), sharding, exchange
-        )
+        return ShardedSource(IterableSource(own, sharding, exchange, rank=None, stateful=stateful), sharding, exchange)
     return IterableSource(loader, sharding, exchange, rank=rank, stateful=stateful)
 
 

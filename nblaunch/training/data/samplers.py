@@ -163,7 +163,7 @@ class Start:
     """The random state that the order is drawn from; found out when it is drawn, given for a replay."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Counts:
     """How many rows a step gives to each rank."""
 
@@ -194,9 +194,7 @@ class RankBatches:
         all_ranks: Yield every rank's part in rank order, on rank 0 alone, instead of this rank's.
     """
 
-    def __init__(
-        self, order: Any, sharding: Sharding, exchange: Exchange, *, all_ranks: bool = False
-    ) -> None:
+    def __init__(self, order: Any, sharding: Sharding, exchange: Exchange, *, all_ranks: bool = False) -> None:
         self.order = order
         self.sharding = sharding
         self.exchange = exchange

@@ -42,6 +42,8 @@ class Source(Protocol):
     dataset: Any
     """What is read."""
     sharding: Sharding
+    stateful: bool
+    """Whether the readers' state is kept, by torchdata's `StatefulDataLoader`."""
     indexed: bool
     """Whether this rank reads a dataset with indices, of which it is told its rows."""
     in_process: bool
@@ -64,7 +66,10 @@ class Source(Protocol):
 
 
 def reader(base: DataLoader[Any], *, stateful: bool, **changes: Any) -> DataLoader[Any]:
-    """A DataLoader like `base` with some arguments changed, a torchdata `StatefulDataLoader` if asked."""
+    """A DataLoader like `base` with some arguments changed, a torchdata `StatefulDataLoader` if asked.
+
+    Batches come in the sampler's order, whatever `in_order` says: that is how their repeats are known.
+    """
     names = (
         "dataset num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator "
         "prefetch_factor persistent_workers pin_memory_device"
@@ -87,10 +92,11 @@ class Reading:
     """What sources that read by themselves share: a DataLoader, and the state of its workers."""
 
     loader: DataLoader[Any]
+    stateful: bool
 
     def _state(self) -> dict[str, Any] | None:
         """The workers' state, where they keep one."""
-        return self.loader.state_dict() if is_stateful(self.loader) else None  # pyright: ignore[reportAttributeAccessIssue]
+        return self.loader.state_dict() if self.stateful else None  # pyright: ignore[reportAttributeAccessIssue]
 
     def _iterator(self, saved: dict[str, Any] | None) -> Iterator[Any]:
         """Begin a pass, or take up the one of the readers' state."""
@@ -127,6 +133,7 @@ class MapSource(Reading):
     ) -> None:
         self.dataset = base.dataset
         self.sharding = sharding
+        self.stateful = stateful
         self.indexed = not all_ranks
         self.in_process = base.num_workers == 0
         order = base.sampler if base.batch_sampler is None else base.batch_sampler
@@ -165,9 +172,7 @@ def _counted(batch: Any, counts: Counts, single: bool) -> Fetched:
     if not single:
         return Fetched(batch, counts.rows, counts.repeated, counts.last)
     rows = rows_in(batch)
-    return Fetched(
-        batch, tuple(n * rows for n in counts.rows), tuple(n * rows for n in counts.repeated), counts.last
-    )
+    return Fetched(batch, tuple(n * rows for n in counts.rows), tuple(n * rows for n in counts.repeated), counts.last)
 
 
 def rows_in(batch: Any) -> int:

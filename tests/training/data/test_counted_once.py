@@ -37,13 +37,10 @@ def test_a_skipped_pass_is_the_rest_of_the_pass(kind: str, n: int) -> None:
     for length, given, skip in itertools.product([1, 5, 12, 13], [1, 3, 64], [0, 1, 2, 5]):
         size = given * n if "split" in kind and given % n else given
         whole = iterate(lambda: make(length, size), n, **options)
-        rest = iterate(
-            lambda: make(length, size), n, change=lambda loader: skip_first_batches(loader, skip), **options
-        )
+        rest = iterate(lambda: make(length, size), n, change=lambda loader: skip_first_batches(loader, skip), **options)
         for one, other in zip(whole, rest, strict=True):
             assert [batch.tolist() for batch in other.steps] == [batch.tolist() for batch in one.steps[skip:]]
         assert (
-            gathered_per_step(rest)
-            == gathered_per_step(whole)[skip * (whole[0].loader.total_batch_size or size * n) :]
+            gathered_per_step(rest) == gathered_per_step(whole)[skip * (whole[0].loader.total_batch_size or size * n) :]
         )
         assert sorted(gathered_after(rest)) == sorted(gathered_per_step(rest))

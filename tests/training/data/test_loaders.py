@@ -71,9 +71,7 @@ def split_among_workers(number: int) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_an_iterable_dataset_split_among_workers_counts_once(n: int, dispatch: bool) -> None:
     def make() -> DataLoader[Any]:
-        return DataLoader(
-            Worker(), 3, num_workers=2, worker_init_fn=split_among_workers, persistent_workers=True
-        )
+        return DataLoader(Worker(), 3, num_workers=2, worker_init_fn=split_among_workers, persistent_workers=True)
 
     ranks = iterate(make, n, dispatch_batches=dispatch, passes=2)
     assert sorted(gathered_per_step(ranks)) == sorted([*range(20), *range(20)])
@@ -321,9 +319,7 @@ def test_a_skipped_pass_is_an_epoch_of_the_loader() -> None:
 
 
 def test_a_script_that_loads_a_state_and_skips_as_well_skips_once() -> None:
-    make = lambda: prepared(
-        DataLoader(Numbers(10), 2, shuffle=True, generator=torch.Generator().manual_seed(1))
-    )
+    make = lambda: prepared(DataLoader(Numbers(10), 2, shuffle=True, generator=torch.Generator().manual_seed(1)))
     whole, broken, resumed = make(), make(), make()
     first, second = rows(whole), rows(whole)
     for index, _ in enumerate(broken):
@@ -380,6 +376,15 @@ def test_a_position_of_other_ranks_or_generators_is_refused() -> None:
     other = DataLoader(Numbers(6), 2, shuffle=True, generator=torch.Generator())
     with pytest.raises(ValueError, match="holds 0 generators, and this loader has 1"):
         prepared(other, n=2).load_state_dict(loader.state_dict())
+
+
+def test_a_readers_state_and_a_loader_without_one_go_together() -> None:
+    make = lambda stateful: prepared(DataLoader(Numbers(8), 2), use_stateful_dataloader=stateful)
+    for saving in (True, False):
+        loader, other = make(saving), make(not saving)
+        next(iter(loader))
+        other.load_state_dict(loader.state_dict())
+        assert rows(other) == [[2, 3], [4, 5], [6, 7]]
 
 
 class Noisy(Numbers):

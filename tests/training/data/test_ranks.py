@@ -77,11 +77,7 @@ def gather_every_kind() -> list[str]:
                 names += accelerator.gather_for_metrics([str(n) for n in batch.tolist()])
                 mine.append(batch)
             after = accelerator.gather_for_metrics(torch.cat(mine)).tolist()
-            if (
-                per_step != list(range(length))
-                or sorted(after) != per_step
-                or names != [str(n) for n in per_step]
-            ):
+            if per_step != list(range(length)) or sorted(after) != per_step or names != [str(n) for n in per_step]:
                 wrong.append(f"{kind} of {length}: {per_step} {after} {names}")
     return wrong
 
@@ -214,9 +210,7 @@ def read_shards() -> list[Any]:
     found = []
     for length, shards in [(11, 3), (12, 2), (7, 5)]:
         accelerator = on_cpu(dispatch_batches=False)
-        whole = datasets.Dataset.from_dict({"label": list(range(length))}).to_iterable_dataset(
-            num_shards=shards
-        )
+        whole = datasets.Dataset.from_dict({"label": list(range(length))}).to_iterable_dataset(num_shards=shards)
         loader = accelerator.prepare(DataLoader(whole.with_format("torch"), batch_size=2))
         for _ in range(2):
             rows, mine = [], []
@@ -224,9 +218,7 @@ def read_shards() -> list[Any]:
                 rows += accelerator.gather_for_metrics(batch["label"]).tolist()
                 mine.append(batch["label"])
             after = accelerator.gather_for_metrics(torch.cat(mine)).tolist()
-            found.append(
-                (sorted(rows) == list(range(length)), sorted(after) == list(range(length)), len(mine))
-            )
+            found.append((sorted(rows) == list(range(length)), sorted(after) == list(range(length)), len(mine)))
     return found
 
 
@@ -239,9 +231,7 @@ def test_a_dataset_that_splits_itself_is_read_in_shards(launch: Any) -> None:
 def nested() -> list[Any]:
     """An evaluation inside a training epoch, its values gathered in its loop and after it; one broken off."""
     accelerator = on_cpu()
-    train, check = accelerator.prepare(
-        DataLoader(Numbers(10), batch_size=2), DataLoader(Numbers(5), batch_size=2)
-    )
+    train, check = accelerator.prepare(DataLoader(Numbers(10), batch_size=2), DataLoader(Numbers(5), batch_size=2))
     found = []
     for batch in train:
         in_loop, mine = [], []
@@ -266,9 +256,7 @@ def test_an_evaluation_inside_a_training_epoch(launch: Any) -> None:
 
 def which_loader() -> tuple[str, list[int], list[int]]:
     accelerator = on_cpu()
-    one, other = accelerator.prepare(
-        DataLoader(Numbers(7), batch_size=2), DataLoader(Numbers(8), batch_size=2)
-    )
+    one, other = accelerator.prepare(DataLoader(Numbers(7), batch_size=2), DataLoader(Numbers(8), batch_size=2))
     first = torch.cat(list(one))
     torch.cat(list(other))
     try:

@@ -73,9 +73,7 @@ def test_drop_last_leaves_full_rounds_alone(length: int, batch_size: int, n: int
 
 @settings(max_examples=300)
 @given(LENGTHS, SIZES, RANKS, st.tuples(st.booleans(), st.booleans(), st.booleans()))
-def test_steps_are_what_is_yielded(
-    length: int, slice_size: int, n: int, choices: tuple[bool, bool, bool]
-) -> None:
+def test_steps_are_what_is_yielded(length: int, slice_size: int, n: int, choices: tuple[bool, bool, bool]) -> None:
     split, even, drop = choices
     batch_size = slice_size * n if split else slice_size
     sharding = Sharding(n, batch_size, split, even, drop)
