@@ -134,7 +134,7 @@ class RankShell:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise RuntimeError(
+        raise AttributeError(  # so that libraries which ask whether there is a kernel are told no
             f"IPython's magics and shell commands (get_ipython().{name}) can't be used in a rank: it runs apart from "
             "the notebook; use them in a cell of their own, or subprocess.run(...) in the function"
         )

@@ -14,6 +14,7 @@ import io
 import linecache
 import mmap
 import os
+import importlib
 import pickle
 import sys
 import tempfile
@@ -139,7 +140,9 @@ class TensorPickler(cloudpickle.Pickler):
         return make, tuple(code.co_filename if arg == "<dynamic-code>" else arg for arg in args)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce storages here, and leave the rest to cloudpickle."""
+        """Reduce storages here, and modules of other classes, such as `torch.ops`; leave the rest to cloudpickle."""
+        if isinstance(obj, types.ModuleType) and sys.modules.get(obj.__name__) is obj and type(obj) is not types.ModuleType:
+            return importlib.import_module, (obj.__name__,)
         torch = sys.modules.get("torch")
         if torch is not None and hasattr(torch, "storage"):
             if isinstance(obj, torch.storage.TypedStorage):
