@@ -104,6 +104,8 @@ def find_executable_batch_size(
             size = int(size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
         raise RuntimeError(f"no batch size fits: {starting_batch_size} and all smaller ones ran out of memory")
 
+    signature = inspect.signature(function)
+    search.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # pyright: ignore
     return search
 
 

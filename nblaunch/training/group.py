@@ -20,6 +20,7 @@ from nblaunch.errors import CollectiveError
 from nblaunch.rank import context
 from nblaunch.wire.messages import Collective
 
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 _numbers = itertools.count()
 """Counts this rank's collectives."""
 
@@ -122,7 +123,7 @@ def all_gather(tensor: torch.Tensor) -> torch.Tensor:
     mine = _carried(tensor)
     everyone = torch.empty((size(), *mine.shape), dtype=mine.dtype, device=mine.device)
     if mine.numel():
-        dist.all_gather_into_tensor(_bytes(everyone), _bytes(mine))
+        _all_gather(_bytes(everyone), _bytes(mine))
     return everyone.to(tensor.device)
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from nblaunch import ops
-from nblaunch.errors import CollectiveError
+from nblaunch.errors import CollectiveError, RankError
+from nblaunch.rank import context
 from nblaunch.training.accelerator import Accelerator
 
 Point = namedtuple("Point", "x y")
@@ -157,10 +158,26 @@ def test_a_leaf_of_another_type_is_named(operation):
         operation({"a": [torch.ones(1), "text"]})
 
 
-def test_unequal_shapes_name_every_rank_in_debug_mode(launch):
+def test_in_a_launch_the_agent_ends_a_run_whose_ranks_differ(launch):
+    with pytest.raises(RankError) as caught:
+        launch(lambda: ops.gather(torch.ones(_rank() + 1, 2)))
+    assert caught.value.kind == "collective"
+    assert "rank 0: all_gather number 0 of float32[1, 2]; rank 1: all_gather number 0 of float32[2, 2]" in str(
+        caught.value
+    )
+
+
+def _without_agent():
+    """As under torchrun: no agent listens."""
+    context._current = None
+    return _rank()
+
+
+def test_elsewhere_debug_mode_names_every_ranks_shape(launch):
     def unequal():
+        rank = _without_agent()
         with pytest.raises(CollectiveError) as caught:
-            ops.gather(torch.ones(_rank() + 1, 2))
+            ops.gather(torch.ones(rank + 1, 2))
         return str(caught.value)
 
     for text in launch(unequal, env={"ACCELERATE_DEBUG_MODE": "1"}):
@@ -168,10 +185,11 @@ def test_unequal_shapes_name_every_rank_in_debug_mode(launch):
         assert "rank 1: all_gather of (2, 2) float32" in text
 
 
-def test_another_collective_is_named_in_debug_mode(launch):
+def test_elsewhere_debug_mode_names_another_collective(launch):
     def differ():
+        rank = _without_agent()
         with pytest.raises(CollectiveError, match="rank 1: barrier") as caught:
-            if _rank():
+            if rank:
                 ops.wait_for_everyone()
             else:
                 ops.reduce(torch.ones(2))
