@@ -1,4 +1,4 @@
-"""Rank 0 reads and sends each rank its batch, whole: batches may differ in shape and hold any object."""
+"""Rank 0 reads, and sends each rank its batch, whole: batches may differ in shape and hold any object."""
 
 from __future__ import annotations
 
@@ -58,17 +58,16 @@ class RankExchange:
         Args:
             values: On rank 0, one picklable value per rank; elsewhere None.
         """
-        packed = None if values is None else [pack(value) for value in values]
-        headers = None if packed is None else [(structure, specs) for structure, specs, _ in packed]
-        structure, specs = group.broadcast_object(headers)[self.process_index]
-        if packed is not None:
+        if values is not None:
+            packed = [pack(value) for value in values[1:]]
+            group.broadcast_object([(structure, specs) for structure, specs, _ in packed])
             buffers = [buffer.to(self._carrier) for _, _, buffer in packed]
-            sent = [dist.isend(buffer, rank) for rank, buffer in enumerate(buffers) if rank and buffer.numel()]
+            sent = [dist.isend(buffer, rank) for rank, buffer in enumerate(buffers, 1) if buffer.numel()]
             for work in sent:
                 if work is not None:
                     work.wait()
-            assert values is not None
             return values[0]
+        structure, specs = group.broadcast_object(None)[self.process_index - 1]
         buffer = torch.empty(_ends(specs)[-1], dtype=torch.uint8, device=self._carrier)
         if buffer.numel():
             dist.recv(buffer, 0)

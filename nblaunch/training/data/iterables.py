@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -173,7 +174,7 @@ class ShardedSource:
 
     def __init__(self, source: IterableSource, sharding: Sharding, exchange: Exchange) -> None:
         self.source = source
-        self.stateful = source.stateful
+        self.stateful = False
         self.dataset = source.dataset
         self.sharding = sharding
         self.exchange = exchange
@@ -185,8 +186,16 @@ class ShardedSource:
         Raises:
             CollectiveError: This rank's shards hold no sample, while those of others do.
         """
+        # what is left out is read all the same: a rank whose shards end early goes on with its very first batch
+        begun = Start(0, start.replay, start.random)
+        rounds = self._rounds(self.source.read(begun))
+        with drawing_from(random_state(), replay=True) if start.replay else nullcontext():
+            kept = list(islice(rounds, start.first, start.first + 1))
+        start.random = begun.random
+        yield from chain(kept, rounds)
+
+    def _rounds(self, fetched: Iterator[Fetched]) -> Iterator[Fetched]:
         first: Fetched | None = None
-        fetched = self.source.read(start, saved)
         while True:
             mine = next(fetched, None)
             first = first or (mine and replace(mine, batch=copy.deepcopy(mine.batch)))
@@ -218,8 +227,8 @@ class ShardedSource:
         return Fetched(given.batch if mine else copy.deepcopy(given.batch), rows, repeated)
 
     def note(self, handed: int) -> dict[str, Any] | None:
-        """The readers' state, see `Source.note`."""
-        return self.source.note(handed)
+        """None: a resumed pass reads from its beginning."""
+        return None
 
     def __len__(self) -> int:
         raise TypeError(

@@ -70,7 +70,9 @@ class Position:
 
     def complete(self, ended: Pass) -> None:
         """A pass has ended by itself."""
-        self.epoch, self.present, self.record = ended.epoch + 1, None, ended.record
+        if self.present is ended:  # unless set_epoch was called since its last batch
+            self.epoch = ended.epoch + 1
+        self.present, self.record = None, ended.record
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is the first of this epoch, unless a loaded state of this very epoch waits for it."""

@@ -123,6 +123,10 @@ EVERY: dict[str, tuple[Make, dict[str, Any]]] = {
         lambda: DataLoader(Counting(), SIZE, drop_last=True),
         STATEFUL | {"dispatch_batches": False},
     ),
+    "stateful, iterable, with workers": (
+        lambda: DataLoader(Counting(), SIZE, drop_last=True, num_workers=1),
+        STATEFUL | {"dispatch_batches": False},
+    ),
 }
 
 
@@ -140,9 +144,9 @@ def train(loader: PreparedLoader, epochs: int, log: list[Any], stop: tuple[int, 
     """Log each batch and numbers as dropout draws them; at `stop` (epoch, batches) return a checkpoint."""
     while loader.iteration < epochs:
         epoch = loader.iteration
-        for index, batch in enumerate(loader):
+        for batch in loader:
             log.append((epoch, torch.as_tensor(batch).tolist(), torch.rand(()).item(), random.random()))
-            if stop == (epoch, index + 1):
+            if stop == (epoch, sum(entry[0] == epoch for entry in log)):
                 return copy.deepcopy((loader.state_dict(), seeds.states(CPU)))
     return None
 
@@ -159,9 +163,9 @@ def saved_and_loaded(state: Any) -> Any:
 def test_a_resumed_run_is_the_uninterrupted_one(name: str) -> None:
     make, options = EVERY[name]
     n = 1 if "its own" in name else 2
-    stops = [(1, 2)] if "workers" in name else [(0, 1), (1, 1), (1, 3)]
-    for stop in stops:
-        said: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+    stops = [[(1, 2)]] if "workers" in name else [[(0, 1)], [(1, 1)], [(1, 3)], [(0, 1), (0, 3), (2, 1)]]
+    for several in stops:
+        said: list[list[Any]] = [[] for _ in range(2 + len(several))]
         for rank in range(n):
             torch.manual_seed(rank)
             random.seed(rank)
@@ -173,10 +177,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str) -> None:
             random.seed(rank)
             np.random.seed(rank)
             broken: list[Any] = []
-            state, generators = train(prepared(make, Tape(n, rank, said[1]), options), 3, broken, stop)
-            torch.manual_seed(99)
-            loader = prepared(make, Tape(n, rank, said[2]), options)
-            loader.load_state_dict(saved_and_loaded(state))
-            seeds.restore(*generators, CPU)
+            loader = prepared(make, Tape(n, rank, said[1]), options)
+            for number, stop in enumerate(several, 2):
+                state, generators = train(loader, 3, broken, stop)
+                torch.manual_seed(99)
+                loader = prepared(make, Tape(n, rank, said[number]), options)
+                loader.load_state_dict(saved_and_loaded(state))
+                seeds.restore(*generators, CPU)
             train(loader, 3, broken)
-            assert broken == whole, f"rank {rank}, stopped at {stop}"
+            assert broken == whole, f"rank {rank}, stopped at {several}"
