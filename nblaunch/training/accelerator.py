@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 from nblaunch.errors import ConfigError
 from nblaunch.rank import context
@@ -23,12 +20,12 @@ from nblaunch.training import (
     precision,
     strategies,
     trackers,
-    weights,
 )
-from nblaunch.training.accumulation import Accumulation, MicroStep
+from nblaunch.training.accumulation import Accumulation
 from nblaunch.training.checkpointing import Checkpointing
 from nblaunch.training.gradients import GradientState
 from nblaunch.training.handlers import by_kind
+from nblaunch.training.keeping import Keeping
 from nblaunch.training.kinds import PrecisionType, RNGType
 from nblaunch.training.optimizers import PreparedOptimizer, PreparedScheduler
 from nblaunch.training.options import (
@@ -45,8 +42,10 @@ from nblaunch.training.options import (
     TorchDynamoPlugin,
 )
 from nblaunch.training.preparing import KINDS, Prepared, prepare_all
-from nblaunch.training.processes import PartialState, forget_settings, settle, settled
+from nblaunch.training.processes import settle, settled
 from nblaunch.training.scaling import Scaling
+from nblaunch.training.stepping import Stepping
+from nblaunch.training.tracking import Tracking
 
 
 def _of(holder: str, name: str, doc: str) -> Any:
@@ -54,7 +53,7 @@ def _of(holder: str, name: str, doc: str) -> Any:
     return property(lambda self: getattr(getattr(self, holder), name), doc=doc)
 
 
-class Accelerator(PartialState):
+class Accelerator(Stepping, Keeping, Tracking):
     """Trains on one process or many by the same code.
 
     It takes the arguments of Hugging Face Accelerate's class of this name, and does what that documents.
@@ -98,7 +97,7 @@ class Accelerator(PartialState):
     deepspeed_plugin = None
     fsdp_plugin = None
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  (as Accelerate's)
         self,
         device_placement: bool = True,
         split_batches: bool | None = None,
@@ -163,9 +162,9 @@ class Accelerator(PartialState):
             self,
             self.strategy,
             self.precision,
-            self._scaling,
-            self.gradient_state,
-            _compiling(dynamo_backend, dynamo_plugin),
+            scaling=self._scaling,
+            gradient_state=self.gradient_state,
+            compiling=_compiling(dynamo_backend, dynamo_plugin),
         )
         self._checkpointing = Checkpointing(
             self._prepared, self.strategy, self._accumulation, self.project_configuration
@@ -182,9 +181,7 @@ class Accelerator(PartialState):
     dispatch_batches = _of("dataloader_config", "dispatch_batches", "As in `DataLoaderConfiguration`.")
     use_seedable_sampler = _of("dataloader_config", "use_seedable_sampler", "As in `DataLoaderConfiguration`.")
     non_blocking = _of("dataloader_config", "non_blocking", "As in `DataLoaderConfiguration`.")
-    use_stateful_dataloader = _of(
-        "dataloader_config", "use_stateful_dataloader", "As in `DataLoaderConfiguration`."
-    )
+    use_stateful_dataloader = _of("dataloader_config", "use_stateful_dataloader", "As in `DataLoaderConfiguration`.")
     project_dir = _of("project_configuration", "project_dir", "The project's folder.")
     logging_dir = _of("project_configuration", "logging_dir", "Where trackers write files.")
     save_iteration = _of("project_configuration", "iteration", "The number of the next automatic checkpoint.")
@@ -317,147 +314,6 @@ class Accelerator(PartialState):
 
     clear = free_memory
 
-    # ---- steps
-
-    def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
-        """Compute gradients of a loss, divided by the micro-steps of this window.
-
-        Args:
-            loss: A scalar of this process's batch: a mean; or with `weight` a sum.
-            weight: How much the sum is over, such as its number of tokens: the window's gradients are divided by the
-                total weight of its micro-steps on all ranks, which is exact however the tokens are spread.
-            **kwargs: Of `Tensor.backward`.
-
-        Raises:
-            ValueError: The loss is no scalar, or depends on no parameter.
-        """
-        if loss.numel() != 1 and "gradient" not in kwargs:
-            raise ValueError(f"backward takes a scalar loss, found shape {tuple(loss.shape)}; take its mean() first")
-        if not loss.requires_grad:
-            raise ValueError(
-                "this loss depends on no trainable parameter, so there is nothing to compute; a gathered or reduced "
-                "tensor carries no gradient: call backward on this process's own loss"
-            )
-        accumulation = self._accumulation
-        accumulation.weigh(weight)
-        if weight is None and accumulation.length != 1:
-            loss = loss / accumulation.length
-        if self._scaling is not None:
-            loss = self._scaling.scale(loss)
-        loss.backward(**kwargs)
-        if weight is not None and self.gradient_state.sync_gradients:
-            accumulation.finish_weighted(self._gradients(accumulation.models or self._prepared.models))
-
-    def _gradients(self, models: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-        return [one.grad for model in models for one in model.parameters() if one.grad is not None]
-
-    def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
-        """A micro-step: gradients are exchanged, and prepared optimizers act, only in the last of each window.
-
-        Args:
-            *models: The prepared models that are trained in it.
-
-        Raises:
-            UnpreparedError: One was not prepared.
-        """
-        self._prepared.require_prepared(models)
-        return MicroStep(self._accumulation, self.strategy, models)
-
-    @property
-    def step(self) -> int:
-        """Micro-steps since a loader ended last."""
-        return self._accumulation.step
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether this micro-step exchanges gradients."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self.gradient_state.sync_gradients = value
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-steps in a window; may be set between two windows."""
-        return self.gradient_state.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        self.gradient_state.plugin.num_steps = value
-        self._accumulation.length = value
-
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """A context in which backward leaves this model's gradients on their rank."""
-        return self.strategy.no_sync(model)
-
-    def trigger_sync_in_backward(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """A context in which backward exchanges gradients although the forward ran in `no_sync`."""
-        return self.strategy.sync_in_backward(model)
-
-    @contextmanager
-    def join_uneven_inputs(
-        self, joinables: Sequence[torch.nn.Module], even_batches: bool | None = None
-    ) -> Iterator[None]:
-        """A context in which ranks may take different numbers of steps: those that are done shadow the others.
-
-        Args:
-            joinables: The prepared models that are trained in it.
-            even_batches: What prepared map-style loaders do inside, instead of what they were prepared for.
-        """
-        with data.even_batches(self._prepared.loaders, even_batches), self.strategy.join(joinables):
-            yield
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by the fp16 scale, once a step.
-
-        Args:
-            optimizer: One prepared optimizer or several; None is all.
-        """
-        if self._scaling is None:
-            return
-        chosen = self._prepared.optimizers if optimizer is None else optimizer
-        for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
-            self._scaling.unscale(getattr(one, "optimizer", one))
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
-    ) -> torch.Tensor:
-        """Limit the gradients' norm, on a micro-step that exchanges them.
-
-        Args:
-            parameters: Whose gradients.
-            max_norm: The largest norm they may have.
-            norm_type: Of the p-norm.
-
-        Returns:
-            The norm before, 0-d, over the whole model; between exchanges that of this rank so far, nothing clipped.
-        """
-        held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not self.sync_gradients:
-            gradients = [one.grad for one in held if one.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-            return norm if self._scaling is None else norm / self._scaling.scaler.get_scale()
-        self.unscale_gradients(self._optimizers_of(held))
-        return self.strategy.clip_grad_norm(held, max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Limit each gradient's elements to [-clip_value, clip_value], on a micro-step that exchanges them."""
-        if self.sync_gradients:
-            held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            self.unscale_gradients(self._optimizers_of(held))
-            self.strategy.clip_grad_value(held, clip_value)
-
-    def _optimizers_of(self, parameters: Iterable[torch.Tensor]) -> list[PreparedOptimizer]:
-        if self._scaling is None:
-            return []
-        ids = {id(parameter) for parameter in parameters}
-        return [one for one in self._prepared.optimizers if not ids.isdisjoint(map(id, one.parameters()))]
-
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """A context in the launch's precision, for work outside a prepared model's forward."""
-        return self.precision.autocast(autocast_handler)
-
     # ---- across processes
 
     def gather(self, tensor: Any) -> Any:
@@ -482,9 +338,7 @@ class Accelerator(PartialState):
         """See `nblaunch.ops.reduce`."""
         return collectives.reduce(tensor, reduction, scale)
 
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
-    ) -> Any:
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """See `nblaunch.ops.pad_across_processes`."""
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
@@ -499,178 +353,6 @@ class Accelerator(PartialState):
             triggered = bool(group.all_reduce(torch.tensor(triggered), "max"))
         self._trigger = False
         return triggered
-
-    # ---- checkpoints
-
-    def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
-    ) -> str:
-        """Write a checkpoint of everything that was prepared or registered; all processes must call this.
-
-        When it returns, on any process, the checkpoint is whole; whatever fails or ends the run before, it is not
-        there, and what was there before is untouched.
-
-        Args:
-            output_dir: The folder; None with automatic naming is the next number.
-            safe_serialization: Whether weights are safetensors.
-            **kwargs: Kept for compatibility.
-
-        Returns:
-            The folder.
-        """
-        return self._checkpointing.save(output_dir, safe_serialization)
-
-    def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: dict[str, Any] | None = None,
-        **load_model_func_kwargs: Any,
-    ) -> None:
-        """Go on from a checkpoint; prepare and register the same objects first. All processes must call this.
-
-        Args:
-            input_dir: The folder; None is the newest whole one that was named automatically.
-            load_kwargs: Kept for compatibility.
-            **load_model_func_kwargs: Of `Module.load_state_dict`. `strict=False` also goes on where generators
-                can't be restored, or the number of processes differs.
-
-        Raises:
-            CheckpointError: There is none, it is damaged, or it is of something else.
-        """
-        self._checkpointing.load(input_dir, **load_model_func_kwargs)
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Have `save_state` and `load_state` keep objects with `state_dict` and `load_state_dict`.
-
-        Raises:
-            ValueError: One lacks these methods.
-        """
-        self._checkpointing.register(objects)
-
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, weights, folder)` before `save_state` writes; it may write, and remove from `weights`."""
-        return self._checkpointing.add_hook(self._checkpointing.save_hooks, hook)
-
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, folder)` before `load_state` reads; it may read, and remove from `models`."""
-        return self._checkpointing.add_hook(self._checkpointing.load_hooks, hook)
-
-    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's whole state; complete on rank 0 whatever the strategy."""
-        return self.strategy.state_dict(self._prepared.unwrap(model, False)) if unwrap else model.state_dict()
-
-    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Write an object to a file, on the main process only (one per machine with `save_on_each_node`).
-
-        Args:
-            obj: Of `torch.save`; a state dict with `safe_serialization`.
-            f: The file, which is replaced when the new one is whole.
-            safe_serialization: Whether to write safetensors.
-        """
-        if self.is_main_process or (self.project_configuration.save_on_each_node and self.is_local_main_process):
-            weights.replace_file(Path(f), lambda path: weights.write_any(obj, path, safe_serialization))
-
-    def save_model(
-        self,
-        model: torch.nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write a model's weights for other programs; all processes must call this.
-
-        Args:
-            model: A prepared model, or any.
-            save_directory: Gets `model.safetensors`, or shards of it and `model.safetensors.index.json`.
-            max_shard_size: Such as "10GB", or in bytes.
-            safe_serialization: Otherwise `pytorch_model.bin` and its shards.
-        """
-        state = self.get_state_dict(model)
-        with group.together(f"saving a model to {save_directory}"):
-            if self.is_main_process or (
-                self.project_configuration.save_on_each_node and self.is_local_main_process
-            ):
-                weights.export(state, Path(save_directory), max_shard_size, safe_serialization)
-
-    # ---- tracking, profiling, the end
-
-    def init_trackers(
-        self,
-        project_name: str,
-        config: dict[str, Any] | None = None,
-        init_kwargs: dict[str, dict[str, Any]] | None = None,
-    ) -> None:
-        """Begin a run with every tracker of `log_with`, on the main process.
-
-        Args:
-            project_name: What trackers call the project.
-            config: To be stored with the run; may be nested and hold anything.
-            init_kwargs: A tracker's name to options of its own.
-        """
-        if self.is_main_process:
-            self.trackers = trackers.start(self.log_with, project_name, self.logging_dir, config, init_kwargs or {})
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker, or with `unwrap` its library's own run; on other processes one that does nothing.
-
-        Raises:
-            ValueError: There is none of this name.
-        """
-        if not self.is_main_process:
-            return trackers.GeneralTracker(_blank=True)
-        found = next((one for one in self.trackers if getattr(one, "name", None) == name), None)
-        if found is None:
-            there = ", ".join(str(getattr(one, "name", "")) for one in self.trackers) or "none"
-            raise ValueError(f"there is no tracker {name!r}; there are: {there} (init_trackers begins them)")
-        return getattr(found, "tracker", None) if unwrap else found
-
-    def log(
-        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, dict[str, Any]] | None = None
-    ) -> None:
-        """Show numbers on the dashboard, from every process, and store values with all trackers, from the main one.
-
-        Args:
-            values: Numbers, 0-d tensors or text by name.
-            step: The step that they are of.
-            log_kwargs: A tracker's name to options of its `log`.
-        """
-        here = context.current()
-        if here is not None:
-            here.reporter.log(trackers.numbers(values), step)
-        for tracker in self.trackers:
-            tracker.log(values, step=step, **(log_kwargs or {}).get(getattr(tracker, "name", ""), {}))
-
-    def log_images(
-        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, dict[str, Any]] | None = None
-    ) -> None:
-        """Store images with all trackers, from the main process."""
-        for tracker in self.trackers:
-            tracker.log_images(values, step=step, **(log_kwargs or {}).get(getattr(tracker, "name", ""), {}))
-
-    def end_training(self) -> None:
-        """End the trackers' runs, and outside a launch the process group."""
-        for tracker in self.trackers:
-            tracker.finish()
-        self.trackers = []
-        forget_settings()
-        if context.current() is None:
-            self.destroy_process_group()
-
-    @contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
-        """Profile a block; see `ProfileKwargs`.
-
-        Yields:
-            The profiler; call its `step()` if there is a schedule.
-        """
-        options = profile_handler or self._profile or ProfileKwargs()
-        with options.build() as profiler:
-            yield profiler
-        if options.output_trace_dir is not None:
-            folder = Path(options.output_trace_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(folder / f"profile_{self.process_index}.json"))
-            self.wait_for_everyone()
 
 
 def _refuse(**plugins: Any) -> None:

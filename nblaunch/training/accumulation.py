@@ -84,9 +84,7 @@ class MicroStep:
 
     __slots__ = ("_accumulation", "_contexts", "_models", "_strategy")
 
-    def __init__(
-        self, accumulation: Accumulation, strategy: Strategy, models: Sequence[torch.nn.Module]
-    ) -> None:
+    def __init__(self, accumulation: Accumulation, strategy: Strategy, models: Sequence[torch.nn.Module]) -> None:
         self._accumulation = accumulation
         self._strategy = strategy
         self._models = models

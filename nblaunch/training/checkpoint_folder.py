@@ -174,7 +174,7 @@ def numbered(parent: Path) -> list[Path]:
 
 
 def prune(parent: Path, keep: int) -> None:
-    """Remove the oldest automatically named checkpoints beyond `keep`, and what runs that were killed left of others."""
+    """Remove the oldest automatic checkpoints beyond `keep`, and what runs that were killed left of others."""
     for path in numbered(parent)[:-keep]:
         path.rename(beside(path, "removed"))  # so that one removed by half is no checkpoint any more
     for path in parent.glob(".checkpoint_*.*"):

@@ -119,10 +119,11 @@ class Checkpointing:
             self.project.iteration = checkpoint_folder.number_of(given) + 1
 
     def _newest(self) -> Path:
-        found: list[Path] = []
-        if group.rank() == 0 and self.project.project_dir is not None:
-            found = checkpoint_folder.numbered(self._parent)
-        newest = group.broadcast_object(found[-1] if found else None) if group.size() > 1 else found[-1:] and found[-1]
-        if not newest:
+        newest: Path | None = None
+        if group.rank() == 0:
+            newest = next(reversed(checkpoint_folder.numbered(self._parent)), None)
+        if group.size() > 1:
+            newest = group.broadcast_object(newest)
+        if newest is None:
             raise CheckpointError(f"there is no whole checkpoint in {self._parent}")
         return newest

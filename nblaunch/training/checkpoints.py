@@ -214,7 +214,9 @@ def _compare(training: Training, manifest: dict[str, Any], strict: bool) -> None
             raise CheckpointError(f"{text}; launch {manifest['world_size']} processes, or load with strict=False")
         warnings.warn(f"{text}; they start afresh where a rank has no file", stacklevel=2)
     have = _holds(training)
-    differing = [f"{have[kind]} {kind} here, {count} in it" for kind, count in manifest["holds"].items() if have[kind] != count]
+    differing = [
+        f"{have[kind]} {kind} here, {count} in it" for kind, count in manifest["holds"].items() if have[kind] != count
+    ]
     if differing:
         raise CheckpointError(
             f"the checkpoint is of another training: {'; '.join(differing)}; prepare and register the same objects "

@@ -20,12 +20,11 @@ def convert_to_float8(model: torch.nn.Module, recipe: AORecipeKwargs) -> torch.n
     """
     try:
         from torchao.float8 import (  # pyright: ignore[reportMissingImports]
+            Float8LinearConfig,
             convert_to_float8_training,
         )
     except ImportError:
-        raise ImportError(
-            'mixed_precision="fp8" needs torchao, which is not installed; pip install torchao'
-        ) from None
+        raise ImportError('mixed_precision="fp8" needs torchao, which is not installed; pip install torchao') from None
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     kept = {linear[0], linear[-1]} if linear else set[str]()
 
@@ -34,4 +33,5 @@ def convert_to_float8(model: torch.nn.Module, recipe: AORecipeKwargs) -> torch.n
             return False
         return module.in_features % 16 == 0 and module.out_features % 16 == 0
 
-    return convert_to_float8_training(model, config=recipe.config, module_filter_fn=recipe.module_filter_func or fits)
+    config = recipe.config or Float8LinearConfig(pad_inner_dim=bool(recipe.pad_inner_dim))
+    return convert_to_float8_training(model, config=config, module_filter_fn=recipe.module_filter_func or fits)

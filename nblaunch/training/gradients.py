@@ -93,9 +93,7 @@ class GradientState:
 
     def _remove_dataloader(self, loader: IteratedLoader) -> None:
         others = ((reference, reference()) for reference in self._loaders)
-        self._loaders = [
-            reference for reference, other in others if other is not None and other is not loader
-        ]
+        self._loaders = [reference for reference, other in others if other is not None and other is not loader]
 
     def __repr__(self) -> str:
         return (

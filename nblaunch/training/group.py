@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,8 @@ from nblaunch.errors import CollectiveError
 from nblaunch.rank import context
 from nblaunch.wire.messages import Collective
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
+"""torch 2.13 gave it the first name, and calls the second deprecated."""
 _numbers = itertools.count()
 """Counts this rank's collectives."""
 
@@ -209,7 +210,7 @@ def agree(error: BaseException | None, what: str) -> None:
 
 
 @contextmanager
-def together(what: str) -> Iterator[None]:
+def together(what: str) -> Generator[None]:
     """A block that all ranks run: where it fails on one, it raises on all, after all have run it.
 
     Args:

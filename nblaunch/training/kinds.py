@@ -94,6 +94,4 @@ class DynamoBackend(StrEnum, metaclass=_Listed):
 
     @classmethod
     def _missing_(cls, value: object) -> Any:
-        return next(
-            (member for member in cls if isinstance(value, str) and member.value == value.upper()), None
-        )
+        return next((member for member in cls if isinstance(value, str) and member.value == value.upper()), None)

@@ -35,12 +35,12 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         if in_order:
             for rank in range(state.num_processes):
                 if rank == state.process_index:
-                    self._log(level, msg, args, kwargs)
+                    self._say(level, msg, args, kwargs)
                 state.wait_for_everyone()
         elif state.is_main_process or not main_process_only:
-            self._log(level, msg, args, kwargs)
+            self._say(level, msg, args, kwargs)
 
-    def _log(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
+    def _say(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
         if self.isEnabledFor(level):
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2  # past this and `log`
             text, options = self.process(msg, kwargs)

@@ -42,12 +42,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     @property
-    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def state(self) -> Any:  # pyright: ignore
         """The optimizer's state by parameter."""
         return self.optimizer.state
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.optimizer.state = state
 
     @property
@@ -56,7 +56,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self.optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.optimizer.param_groups = groups
 
     @property
@@ -161,6 +161,7 @@ class PreparedScheduler:
         optimizers: Sequence[PreparedOptimizer],
         gradient_state: GradientState,
         num_processes: int,
+        *,
         step_with_optimizer: bool = True,
         split_batches: bool = False,
     ) -> None:

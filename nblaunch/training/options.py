@@ -53,6 +53,8 @@ class AORecipeKwargs(KwargsHandler):
     """A `torchao.float8.Float8LinearConfig`; None is torchao's default."""
     module_filter_func: Callable[[Any, str], bool] | None = None
     """Given a layer and its name: whether it computes in fp8."""
+    pad_inner_dim: bool | None = None
+    """Whether layers are padded to sizes that fp8 matrix products can take; counts where `config` is None."""
 
 
 @dataclass
@@ -115,9 +117,7 @@ class ProfileKwargs(KwargsHandler):
         """
         options = {name: value for name, value in self.to_dict().items() if name != "output_trace_dir"}
         schedule = options.pop("schedule_option")
-        options["activities"] = (
-            None if self.activities is None else [_activity(word) for word in self.activities]
-        )
+        options["activities"] = None if self.activities is None else [_activity(word) for word in self.activities]
         if schedule is not None:
             options["schedule"] = torch.profiler.schedule(**schedule)
         return torch.profiler.profile(**options)
@@ -197,9 +197,7 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:
-            raise ValueError(
-                f"total_limit={self.total_limit} would keep no checkpoint; give at least 1, or None"
-            )
+            raise ValueError(f"total_limit={self.total_limit} would keep no checkpoint; give at least 1, or None")
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:

@@ -50,8 +50,7 @@ def partition(inputs: Any, index: int, count: int, pad: bool = False) -> Any:
 def _is_dataset(inputs: Any) -> bool:
     """Whether this is a map-style `datasets.Dataset`, without importing that library."""
     return any(
-        kind.__module__ == "datasets.arrow_dataset" and kind.__name__ == "Dataset"
-        for kind in type(inputs).__mro__
+        kind.__module__ == "datasets.arrow_dataset" and kind.__name__ == "Dataset" for kind in type(inputs).__mro__
     )
 
 

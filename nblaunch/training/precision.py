@@ -45,7 +45,7 @@ class Precision:
         return model
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Let calls of `model`, in its final wrapping, run in autocast and return fp32; its `forward` stays as it is."""
+        """Let calls of `model`, in its final wrapping, run in autocast and return fp32; `forward` stays as it is."""
         if self.dtype is not None and self.options.enabled:
             model.__dict__["_call_impl"] = AutocastCall(model, self.device.type, self.dtype, self.options.cache_enabled)
 
@@ -69,6 +69,7 @@ class AutocastCall:
         self.cache = cache
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
         with torch.autocast(self.device, self.dtype, cache_enabled=self.cache):
             outputs = type(self.module)._call_impl(self.module, *args, **kwargs)
         return to_fp32(outputs)

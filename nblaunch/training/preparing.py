@@ -37,6 +37,7 @@ class Prepared:
         processes: PartialState,
         strategy: Strategy,
         precision: Precision,
+        *,
         scaling: Scaling | None,
         gradient_state: GradientState,
         compiling: TorchDynamoPlugin,
@@ -103,11 +104,11 @@ class Prepared:
 
     def unwrap(self, model: torch.nn.Module, keep_compiled: bool) -> torch.nn.Module:
         """The user's module."""
-        inner = getattr(model, "_orig_mod", model) if _is_compiled(model) else model
+        inner = getattr(model, "_orig_mod", model) if is_compiled_module(model) else model
         module = self.strategy.unwrap(inner)
-        if _is_compiled(module):  # the user compiled it
+        if is_compiled_module(module):  # the user compiled it
             return module if keep_compiled else module._orig_mod  # pyright: ignore[reportReturnType]
-        if not (keep_compiled and _is_compiled(model)):
+        if not (keep_compiled and is_compiled_module(model)):
             return module
         return model if module is inner else self.compiled(module)
 
@@ -119,7 +120,9 @@ class Prepared:
         """
         for model in models:
             if not any(model is one for one in self.models):
-                hint = "it was prepared, but pass what prepare returned" if id(model) in self._of else "prepare it first"
+                hint = (
+                    "it was prepared, but pass what prepare returned" if id(model) in self._of else "prepare it first"
+                )
                 raise UnpreparedError(f"accumulate got a {type(model).__name__} that is not prepared; {hint}")
 
     # ---- optimizers, schedulers
@@ -161,14 +164,41 @@ class Prepared:
         own = getattr(scheduler, "optimizer", None)
         optimizers = [one for one in self.optimizers if own is one or own is one.optimizer] or self.optimizers
         prepared = PreparedScheduler(
-            scheduler, optimizers, self.gradient_state, self.processes.num_processes, with_optimizer, split_batches
+            scheduler,
+            optimizers,
+            self.gradient_state,
+            self.processes.num_processes,
+            step_with_optimizer=with_optimizer,
+            split_batches=split_batches,
         )
         self.schedulers.append(prepared)
         return self._keep(scheduler, prepared)
 
 
-def _is_compiled(model: torch.nn.Module) -> bool:
-    return hasattr(model, "_orig_mod") and hasattr(model, "dynamo_ctx")
+def is_compiled_module(module: Any) -> bool:
+    """Whether this is what `torch.compile` made of a module."""
+    return hasattr(module, "_orig_mod") and hasattr(module, "dynamo_ctx")
+
+
+def extract_model_from_parallel(
+    model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+) -> torch.nn.Module:
+    """The user's module inside DDP, DataParallel or `torch.compile`, where there is no `Accelerator` to ask.
+
+    Args:
+        model: Any module.
+        keep_fp32_wrapper: Otherwise calls of the module no longer run in the launch's precision.
+        keep_torch_compile: Whether a module that was compiled itself stays so.
+    """
+    compiled = is_compiled_module(model)
+    inner: Any = model._orig_mod if compiled else model
+    wrapped = isinstance(inner, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel)
+    module = inner.module if wrapped else inner
+    if compiled and not wrapped and keep_torch_compile:
+        module = model
+    if not keep_fp32_wrapper:
+        module.__dict__.pop("_call_impl", None)
+    return module
 
 
 def _stays_put(model: torch.nn.Module) -> bool:
@@ -178,7 +208,9 @@ def _stays_put(model: torch.nn.Module) -> bool:
     return any(getattr(model, name, False) for name in ("is_loaded_in_8bit", "is_loaded_in_4bit", "is_quantized"))
 
 
-def prepare_all(things: Sequence[Any], places: Sequence[bool | None], makers: dict[type, Callable[..., Any]]) -> list[Any]:
+def prepare_all(
+    things: Sequence[Any], places: Sequence[bool | None], makers: dict[type, Callable[..., Any]]
+) -> list[Any]:
     """Each thing prepared by the maker of its kind, models first and schedulers last; others as they are.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -58,11 +58,7 @@ def identity(cpu: bool = False, **group_options: Any) -> Identity:
     global _identity
     environment = tuple(os.environ.get(name) for name in _VARIABLES)
     known = _identity
-    if (
-        known is not None
-        and known.environment == environment
-        and (known.backend is not None) == group.active()
-    ):
+    if known is not None and known.environment == environment and (known.backend is not None) == group.active():
         _refuse_contradiction(known, cpu, group_options.get("backend"))
         return known
     _identity = _find_out(cpu, environment, group_options)
@@ -87,23 +83,17 @@ def _find_out(cpu: bool, environment: tuple[str | None, ...], options: dict[str,
     cpu = cpu or (launch is not None and launch.config.use_cpu)
     local_rank = int(os.environ.get("LOCAL_RANK") or _local_rank_of_group())
     device = devices.bind(local_rank, cpu=cpu)
-    if (
-        not group.active()
-        and None not in environment[:2]
-        and (None not in environment[3:] or "init_method" in options)
-    ):
+    if not group.active() and None not in environment[:2] and (None not in environment[3:] or "init_method" in options):
         chosen = options.pop("backend", None) or (launch.config.backend if launch is not None else "auto")
         backend = devices.backend_for(device) if chosen == "auto" else chosen
-        dist.init_process_group(
-            backend, **{name: value for name, value in options.items() if value is not None}
-        )
+        dist.init_process_group(backend, **{name: value for name, value in options.items() if value is not None})
     if not group.active():
         return Identity(1, 0, 0, device, None, environment)
     return Identity(group.size(), group.rank(), local_rank, device, dist.get_backend(), environment)
 
 
 def _local_rank_of_group() -> int:
-    """The local rank where no launcher told it: all ranks of a group that the user made are taken to be on this machine."""
+    """Where no launcher told it: all ranks of a group that the user made are taken to be on this machine."""
     return group.rank()
 
 
@@ -232,9 +222,7 @@ class PartialState:
 
     def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> F:
         """Decorator: only the process of this number on each machine runs the function, elsewhere it returns None."""
-        return self._only_if(
-            "local_process_index", _given("local_process_index", local_process_index), function
-        )
+        return self._only_if("local_process_index", _given("local_process_index", local_process_index), function)
 
     def _only_if(self, attribute: str, value: object, function: F | None) -> F:
         if function is None:
@@ -247,7 +235,7 @@ class PartialState:
         return cast(F, chosen)
 
     @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> Generator[None]:
         """Rank 0 goes through the block before the others enter it, for instance to fill a cache.
 
         Raises:
@@ -257,7 +245,7 @@ class PartialState:
             yield
 
     @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> Generator[None]:
         """The first process of each machine goes through the block before the others enter it.
 
         Raises:
@@ -267,7 +255,7 @@ class PartialState:
             yield
 
     @contextmanager
-    def _first(self, what: str, goes_first: bool) -> Iterator[None]:
+    def _first(self, what: str, goes_first: bool) -> Generator[None]:
         if not self.use_distributed:
             yield
             return
@@ -285,7 +273,7 @@ class PartialState:
     # ---- shares of the work
 
     @contextmanager
-    def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Iterator[T]:
+    def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Generator[T]:
         """This process's contiguous part of `inputs`; the first ranks get one more where it doesn't divide.
 
         Args:

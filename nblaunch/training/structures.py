@@ -112,37 +112,32 @@ def tensors(data: Any) -> list[torch.Tensor]:
 
 
 def send_to_device(
-    data: Any,
-    device: torch.device | str,
-    non_blocking: bool = False,
-    skip_keys: str | list[str] | None = None,
+    tensor: Any, device: torch.device | str, non_blocking: bool = False, skip_keys: str | list[str] | None = None
 ) -> Any:
     """Nested data with its tensors on `device`; what is no tensor and has no `.to(device)` is left alone.
 
     Args:
-        data: Nested containers; anything with a `to` method is sent by it.
+        tensor: Nested containers; anything with a `to` method is sent by it.
         device: Where to.
         non_blocking: Whether copies from pinned memory may overlap with the host's work.
         skip_keys: Keys of mappings whose values stay where they are.
     """
-    if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=non_blocking)
-    if hasattr(data, "to") and not isinstance(data, type):
+    if isinstance(tensor, torch.Tensor):
+        return tensor.to(device, non_blocking=non_blocking)
+    if hasattr(tensor, "to") and not isinstance(tensor, type):
         try:
-            return data.to(device, non_blocking=non_blocking)
+            return tensor.to(device, non_blocking=non_blocking)
         except TypeError:  # a `to` of its own that takes the device alone
-            return data.to(device)
-    if skip_keys is not None and isinstance(data, Mapping):
-        stay = [skip_keys] if isinstance(skip_keys, str) else skip_keys
-        moved = {
-            k: v if k in stay else send_to_device(v, device, non_blocking, stay) for k, v in data.items()
-        }
-        iterator = iter(moved.values())
-        return rebuild(data, lambda _: next(iterator))
+            return tensor.to(device)
+    stay = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
+    if stay and isinstance(tensor, Mapping):
+        moved = [v if k in stay else send_to_device(v, device, non_blocking, stay) for k, v in tensor.items()]
+        parts = iter(moved)
+        return rebuild(tensor, lambda _: next(parts))
     try:
-        return rebuild(data, lambda part: send_to_device(part, device, non_blocking, skip_keys))
+        return rebuild(tensor, lambda part: send_to_device(part, device, non_blocking, stay))
     except _NotContainer:
-        return data
+        return tensor
 
 
 def find_batch_size(data: Any) -> int | None:
@@ -152,15 +147,13 @@ def find_batch_size(data: Any) -> int | None:
         TypeError: There is nothing in `data` at all.
     """
     if children(data) is None and not is_tensor(data):
-        raise TypeError(
-            f"found {type(data).__name__}, which has no batch size; expected tensors or containers of them"
-        )
+        raise TypeError(f"found {type(data).__name__}, which has no batch size; expected tensors or containers of them")
     return next((part.shape[0] for part in tensors(data) if part.ndim), None)
 
 
-def slice_tensors(data: Any, part: slice) -> Any:
+def slice_tensors(data: Any, tensor_slice: slice) -> Any:
     """The same rows of each tensor."""
-    return map_leaves(lambda tensor: tensor[part], data)
+    return map_leaves(lambda tensor: tensor[tensor_slice], data)
 
 
 def concatenate(data: list[Any], dim: int = 0) -> Any:

@@ -219,9 +219,7 @@ TRACKERS: dict[str, type[LibraryTracker]] = {
 }
 
 
-def choose(
-    log_with: Any, logging_dir: str | os.PathLike[str] | None
-) -> list[GeneralTracker | type[LibraryTracker]]:
+def choose(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[GeneralTracker | type[LibraryTracker]]:
     """The trackers that `Accelerator(log_with=...)` means, each once.
 
     Args:
@@ -268,7 +266,9 @@ def start(
         config: To be stored, if any.
         options: A tracker's name to arguments of its library's start.
     """
-    running = [one(project, logging_dir, **options.get(one.name, {})) if isinstance(one, type) else one for one in chosen]
+    running = [
+        one(project, logging_dir, **options.get(one.name, {})) if isinstance(one, type) else one for one in chosen
+    ]
     for tracker in running:
         tracker.start()
         if config is not None:

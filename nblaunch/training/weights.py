@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from nblaunch.training.processes import PartialState
 from nblaunch.training.structures import is_tensor
 
 ALIASES = "nblaunch.aliases"
@@ -75,6 +76,22 @@ def write_any(thing: Any, path: Path, safe: bool) -> None:
     if others:
         raise TypeError(f"safetensors holds tensors only; found {', '.join(others)}; pass safe_serialization=False")
     save_file(tensors, path, metadata={"format": "pt", ALIASES: json.dumps(aliases)})
+
+
+def save(
+    obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
+) -> None:
+    """Write an object to a file, whole or not at all, on the main process only.
+
+    Args:
+        obj: Of `torch.save`; a state dict with `safe_serialization`.
+        f: The file.
+        save_on_each_node: Whether the first process of every machine writes it.
+        safe_serialization: Whether to write safetensors.
+    """
+    state = PartialState()
+    if state.is_main_process or (save_on_each_node and state.is_local_main_process):
+        replace_file(Path(f), lambda path: write_any(obj, path, safe_serialization))
 
 
 def read(path: Path, device: str = "cpu") -> dict[str, Any]:
@@ -175,7 +192,7 @@ def _shards(tensors: dict[str, torch.Tensor], limit: int) -> list[dict[str, torc
 
 
 def replace_file(path: Path, write: Any) -> None:
-    """Have `write(temporary)` write a file beside `path`, bring it to disk, and give it its name: whole or not at all."""
+    """Have `write(temporary)` write a file beside `path`, bring it to disk, and give it its name."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         write(temporary)

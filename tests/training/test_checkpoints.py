@@ -73,7 +73,7 @@ def _setup(seed=0, **options):
     return accelerator, *accelerator.prepare(model, optimizer, scheduler, loader), counter
 
 
-def _steps(accelerator, model, optimizer, scheduler, loader, counter):
+def _steps(accelerator, model, optimizer, scheduler, loader, counter):  # noqa: PLR0917
     """Train on and on; yields what each step saw and drew, so that equal lists mean equal trainings."""
     while True:
         for x in loader:
@@ -228,7 +228,7 @@ def test_what_differs_is_said(tmp_path, launch):
         accelerator = Accelerator()
         model = nn.Linear(2, 2)
         model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        with pytest.raises(CheckpointError, match="written by 1 processes, this run has 2.*strict=False"):
+        with pytest.raises(CheckpointError, match=r"written by 1 processes, this run has 2.*strict=False"):
             accelerator.load_state(tmp_path / "state")
         with pytest.warns(UserWarning, match="written by 1 processes"):
             accelerator.load_state(tmp_path / "state", strict=False)
@@ -452,9 +452,7 @@ def test_what_accelerate_saved_can_be_loaded(tmp_path):
 
 
 def test_a_scale_is_restored(tmp_path):
-    accelerator = Accelerator(
-        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)]
-    )
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
     model = accelerator.prepare(nn.Linear(1, 1))
     accelerator.save_state(tmp_path / "state")
     again = Accelerator(cpu=True)

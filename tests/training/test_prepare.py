@@ -82,7 +82,9 @@ def test_device_placement_is_per_object():
     assert accelerator.prepare(mapped).weight.is_meta
 
 
-@pytest.mark.parametrize(("precision", "inside"), [("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("precision", "inside"), [("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_a_forward_computes_in_the_precision_and_returns_fp32(precision, inside):
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     model = accelerator.prepare(Net())

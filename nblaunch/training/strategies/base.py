@@ -35,9 +35,7 @@ class Strategy:
         """Ranks may leave the context after different numbers of steps."""
         return nullcontext()
 
-    def clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
+    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale gradients in place so that their norm over the whole model is at most `max_norm`; returns it before."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 

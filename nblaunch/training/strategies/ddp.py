@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -104,7 +104,7 @@ class DataParallel(Strategy):
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     @contextmanager
-    def sync_in_backward(self, model: Module) -> Iterator[None]:
+    def sync_in_backward(self, model: Module) -> Generator[None]:
         """The next backward exchanges gradients although its forward ran in `no_sync`."""
         if not isinstance(model, DistributedDataParallel):
             yield
