@@ -22,7 +22,7 @@ from nblaunch.training import (
     trackers,
 )
 from nblaunch.training.accumulation import Accumulation
-from nblaunch.training.checkpointing import Checkpointing
+from nblaunch.training.checkpoints.keeper import Checkpointing
 from nblaunch.training.gradients import GradientState
 from nblaunch.training.handlers import by_kind
 from nblaunch.training.keeping import Keeping

@@ -11,7 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from nblaunch.training import group, weights
-from nblaunch.training.checkpointing import Checkpointing
+from nblaunch.training.checkpoints.keeper import Checkpointing
 from nblaunch.training.options import ProjectConfiguration
 from nblaunch.training.preparing import Prepared
 from nblaunch.training.processes import PartialState
@@ -27,7 +27,11 @@ class Keeping(PartialState):
     _checkpointing: Checkpointing
 
     def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        wait: bool = True,
+        **save_model_func_kwargs: Any,
     ) -> str:
         """Write a checkpoint of everything that was prepared or registered; all processes must call this.
 
@@ -37,12 +41,23 @@ class Keeping(PartialState):
         Args:
             output_dir: The folder; None with automatic naming is the next number.
             safe_serialization: Whether weights are safetensors.
-            **kwargs: Kept for compatibility.
+            wait: Otherwise it is written in the background, from a copy in the host's memory, while the training goes
+                on; it is whole when `wait_for_checkpoint` returns, which the next `save_state`, `load_state` or
+                `end_training` calls too.
+            **save_model_func_kwargs: Kept for compatibility.
 
         Returns:
             The folder.
         """
-        return self._checkpointing.save(output_dir, safe_serialization)
+        return self._checkpointing.save(output_dir, safe_serialization, wait)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a checkpoint that is being written in the background is whole; all processes must call this.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self._checkpointing.wait()
 
     def load_state(
         self,

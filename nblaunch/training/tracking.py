@@ -11,6 +11,7 @@ import torch
 
 from nblaunch.rank import context
 from nblaunch.training import trackers
+from nblaunch.training.checkpoints.keeper import Checkpointing
 from nblaunch.training.options import ProfileKwargs, ProjectConfiguration
 from nblaunch.training.processes import PartialState, forget_settings
 
@@ -22,6 +23,7 @@ class Tracking(PartialState):
     log_with: Sequence[trackers.GeneralTracker | type[trackers.LibraryTracker]]
     trackers: list[trackers.GeneralTracker]
     _profile: ProfileKwargs | None
+    _checkpointing: Checkpointing
 
     def init_trackers(
         self,
@@ -58,7 +60,7 @@ class Tracking(PartialState):
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Show numbers on the dashboard, from every process, and store values with all trackers, from the main one.
+        """Show numbers on the dashboard, from every process; store values with all trackers, from the main one.
 
         Args:
             values: Numbers, 0-d tensors or text by name.
@@ -83,6 +85,7 @@ class Tracking(PartialState):
         for tracker in self.trackers:
             tracker.finish()
         self.trackers = []
+        self._checkpointing.wait()
         forget_settings()
         if context.current() is None:
             self.destroy_process_group()

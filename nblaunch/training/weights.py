@@ -50,21 +50,23 @@ def split_aliases(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], di
     return tensors, aliases, others
 
 
-def write(state: Mapping[str, Any], path: Path, safe: bool = True) -> None:
-    """Write a whole state dict as one file, and what is no tensor beside it.
+Parts = tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any]]
+"""A state dict in parts, see `split_aliases`."""
+
+
+def write(parts: Parts, path: Path, safe: bool = True) -> None:
+    """Write a whole state dict as one file; with `safe`, what is no tensor belongs into the file `beside` it.
 
     Args:
-        state: Of `Module.state_dict()`.
+        parts: Of `split_aliases`.
         path: Ends in `.safetensors`, or in `.bin` for `torch.save`.
         safe: Whether to write safetensors.
     """
-    if not safe:
-        torch.save(dict(state), path)
-        return
-    tensors, aliases, others = split_aliases(state)
-    save_file(tensors, path, metadata={"format": "pt", ALIASES: json.dumps(aliases)})
-    if others:
-        torch.save(others, _beside(path))
+    tensors, aliases, others = parts
+    if safe:
+        save_file(tensors, path, metadata={"format": "pt", ALIASES: json.dumps(aliases)})
+    else:
+        torch.save({**tensors, **{name: tensors[first] for name, first in aliases.items()}, **others}, path)
 
 
 def write_any(thing: Any, path: Path, safe: bool) -> None:
@@ -109,12 +111,13 @@ def read(path: Path, device: str = "cpu") -> dict[str, Any]:
             state[name] = file.get_tensor(name)
         aliases = json.loads((file.metadata() or {}).get(ALIASES, "{}"))
     state |= {name: state[first] for name, first in aliases.items()}
-    if _beside(path).exists():
-        state |= torch.load(_beside(path), map_location=device, weights_only=True)
+    if beside(path).exists():
+        state |= torch.load(beside(path), map_location=device, weights_only=True)
     return state
 
 
-def _beside(path: Path) -> Path:
+def beside(path: Path) -> Path:
+    """The file of what safetensors can't hold."""
     return path.with_suffix(".extra.bin")
 
 

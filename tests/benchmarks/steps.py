@@ -39,9 +39,7 @@ def _parts() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
 def bare(precision: str, accumulate: int) -> Window:
     """The loop written by hand."""
     model, optimizer, scheduler, loader = _parts()
-    context = (
-        contextlib.nullcontext if precision == "no" else lambda: torch.autocast("cpu", dtype=torch.bfloat16)
-    )
+    context = contextlib.nullcontext if precision == "no" else lambda: torch.autocast("cpu", dtype=torch.bfloat16)
     batches = cycle_of(loader)
 
     def run(steps: int) -> None:
@@ -148,11 +146,14 @@ def main() -> None:
     windows = {name: make(chosen.precision, chosen.accumulate) for name, make in makers.items()}
     times = measure(windows, chosen.windows, chosen.steps)
     overheads = {
-        name: [mine - plain for mine, plain in zip(values, times["bare"], strict=True)] for name, values in times.items()
+        name: [mine - plain for mine, plain in zip(values, times["bare"], strict=True)]
+        for name, values in times.items()
     }
     for name, values in times.items():
         low, middle, high = statistics.quantiles(overheads[name], n=4) if name != "bare" else (0.0, 0.0, 0.0)
-        print(f"{name:12} {statistics.median(values):8.1f} us a step, over bare {middle:6.1f} ({low:.1f} to {high:.1f})")
+        print(
+            f"{name:12} {statistics.median(values):8.1f} us a step, over bare {middle:6.1f} ({low:.1f} to {high:.1f})"
+        )
     ratio = statistics.median(overheads["nblaunch"]) / statistics.median(overheads["accelerate"])
     print(f"nblaunch's overhead is {ratio:.2f} of accelerate's")
 

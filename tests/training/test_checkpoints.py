@@ -19,8 +19,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import CheckpointError, CollectiveError
-from nblaunch.training import checkpoint_folder
 from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.checkpoints import folder as folders
 from nblaunch.training.options import GradScalerKwargs, ProjectConfiguration
 
 
@@ -368,21 +368,21 @@ def test_killed_with_automatic_names_the_newest_whole_one_is_found(tmp_path):
     project = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=project)
     accelerator.prepare(nn.Linear(1, 1))
-    folder = tmp_path / "checkpoints"
+    parent = tmp_path / "checkpoints"
     newest, step, done = [], 0, False
     while not done:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(parent, ignore_errors=True)
         for project.iteration in range(2):
             accelerator.save_state()
         step += 1
         done = _dies_at(step, tmp_path, accelerator.save_state)
-        found = [checkpoint_folder.number_of(path) for path in checkpoint_folder.numbered(folder)]
+        found = [folders.number_of(path) for path in folders.numbered(parent)]
         assert found in ([0, 1], [0, 1, 2], [1, 2])
         newest.append(found[-1])
         accelerator.load_state()
         assert project.iteration == found[-1] + 1
         accelerator.save_state()
-        assert not list(folder.glob(".*"))
+        assert not list(parent.glob(".*"))
     assert set(newest) == {1, 2}
     assert step > 10
 
@@ -459,3 +459,41 @@ def test_a_scale_is_restored(tmp_path):
     again.prepare(model)
     again.load_state(tmp_path / "state")
     assert again.scaler.get_scale() == 8.0
+
+
+def test_in_the_background_the_training_goes_on(launch, tmp_path):
+    def save():
+        accelerator = Accelerator()
+        model = nn.Linear(2, 2)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        kept = model.module.weight.detach().clone()
+        accelerator.save_state(tmp_path / "state", wait=False)
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        accelerator.wait_for_checkpoint()
+        assert folders.whole(tmp_path / "state") is not None
+        accelerator.load_state(tmp_path / "state")
+        assert torch.equal(model.module.weight, kept)
+        accelerator.save_state(tmp_path / "state", wait=False)
+        accelerator.save_state(tmp_path / "other", wait=False)  # waits for the first
+        accelerator.end_training()
+        assert folders.whole(tmp_path / "other") is not None
+
+    launch(save)
+
+
+def test_in_the_background_a_failure_reaches_all(launch, tmp_path):
+    def save():
+        accelerator = Accelerator()
+        accelerator.prepare(nn.Linear(2, 2), DataLoader([1, 2]))
+        if accelerator.process_index == 1:  # holds what can't be read back
+            accelerator._prepared.loaders[0].state_dict = lambda: {"type": Counter}
+        accelerator.save_state(tmp_path / "state", wait=False)
+        with pytest.raises((CheckpointError, CollectiveError)) as caught:
+            accelerator.wait_for_checkpoint()
+        assert not (tmp_path / "state").exists()
+        return str(caught.value)
+
+    first, second = launch(save)
+    assert "ranks [1] could not write" in first
+    assert "state of a data loader holds something" in second
