@@ -308,7 +308,7 @@ class Accelerator(Stepping, Keeping, Tracking):
         number = len(objects)
         del objects
         self._prepared.clear()
-        self._accumulation.step = 0
+        self._accumulation.reset()
         batch_size.clear_device_cache(garbage_collection=True)
         return [None] * number
 

@@ -32,6 +32,14 @@ class Accumulation:
         self._weight: torch.Tensor | float | None = None
         self._plain = False
 
+    def reset(self) -> None:
+        """Begin anew, with a window of full length."""
+        self.step = 0
+        self.length = self.state.num_steps
+        self.models = ()
+        self._open = self._plain = False
+        self._weight = None
+
     def advance(self, models: Sequence[torch.nn.Module]) -> None:
         """Begin a micro-step: sets `sync_gradients`."""
         state, plugin = self.state, self.state.plugin

@@ -8,7 +8,7 @@ import torch
 
 from nblaunch.training import group
 from nblaunch.training.processes import PartialState
-from nblaunch.training.structures import is_tensor, map_leaves, send_to_device, tensors
+from nblaunch.training.structures import is_tensor, map_leaves, send_to_device, tensors, walk
 
 REDUCTIONS = ("sum", "mean", "max", "min")
 
@@ -33,7 +33,25 @@ def gather(tensor: Any) -> Any:
     """
     if group.size() == 1:
         return send_to_device(map_leaves(_same, tensor, refuse="gather"), PartialState().device)
-    return map_leaves(_gather_one, tensor, refuse="gather")
+    _announce("gather", tensor)
+    return map_leaves(_gather_one, tensor)
+
+
+def _announce(kind: str, data: Any) -> None:
+    """Tell what is about to be sent, all of a nested structure at once.
+
+    Raises:
+        TypeError: A leaf is no tensor.
+    """
+    if isinstance(data, torch.Tensor):
+        group.announce(kind, (data,))
+        return
+    leaves: list[tuple[str, torch.Tensor]] = []
+    for place, leaf in walk(data):
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"{kind} takes tensors and containers of tensors, found {type(leaf).__name__} at {place}")
+        leaves.append((place, leaf))
+    group.announce(kind, [leaf for _, leaf in leaves], [place for place, _ in leaves])
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,7 +59,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_one(tensor: torch.Tensor) -> torch.Tensor:
-    everyone = group.all_gather(tensor)
+    everyone = group.all_gather(tensor, announced=True)
     return everyone if tensor.ndim == 0 else everyone.flatten(0, 1)
 
 
@@ -75,7 +93,8 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """
     if group.size() == 1:
         return map_leaves(_same, tensor, refuse="broadcast")
-    return map_leaves(group.broadcast, tensor, from_process, refuse="broadcast")
+    _announce("broadcast", tensor)
+    return map_leaves(group.broadcast, tensor, from_process, announced=True)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -107,19 +126,24 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is unknown; there are: {', '.join(REDUCTIONS)}")
-    return map_leaves(_reduce_one, tensor, reduction, scale, refuse="reduce")
+    if group.size() == 1:
+        return map_leaves(_reduce_alone, tensor, reduction, scale, refuse="reduce")
+    _announce(f"reduce to {reduction}", tensor)
+    return map_leaves(_reduce_one, tensor, reduction, scale)
 
 
 def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
-    reduced = group.all_reduce(tensor, reduction) if group.size() > 1 else _reduce_alone(tensor, reduction)
+    reduced = group.all_reduce(tensor, reduction, announced=True)
     return reduced if scale == 1.0 else reduced * scale
 
 
-def _reduce_alone(tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+def _reduce_alone(tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
     reduced = tensor.detach().clone()
     if reduction == "mean":
-        return reduced / 1
-    return reduced.long() if reduction == "sum" and reduced.dtype == torch.bool else reduced
+        reduced = reduced / 1
+    elif reduction == "sum" and reduced.dtype == torch.bool:
+        reduced = reduced.long()
+    return reduced if scale == 1.0 else reduced * scale
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
@@ -138,14 +162,16 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     for leaf in tensors(tensor):
         if not -leaf.ndim <= dim < leaf.ndim:
             raise ValueError(f"can't pad along dim {dim}: found a tensor of shape {tuple(leaf.shape)}")
-    return map_leaves(_pad_one, tensor, dim, pad_index, pad_first, refuse="pad_across_processes")
-
-
-def _pad_one(tensor: torch.Tensor, dim: int, pad_index: float, pad_first: bool) -> torch.Tensor:
     if group.size() == 1:
-        return tensor
+        return map_leaves(_same, tensor, refuse="pad_across_processes")
+    leaves = [leaf.shape[dim] for leaf in tensors(map_leaves(_same, tensor, refuse="pad_across_processes"))]
+    sizes = torch.tensor(leaves, dtype=torch.int64)
+    largest = iter(group.all_reduce(sizes, "max").tolist())
+    return map_leaves(lambda leaf: _padded(leaf, next(largest), dim, pad_index, pad_first), tensor)
+
+
+def _padded(tensor: torch.Tensor, largest: int, dim: int, pad_index: float, pad_first: bool) -> torch.Tensor:
     size = tensor.shape[dim]
-    largest = int(group.all_reduce(torch.tensor(size), "max"))
     if largest == size:
         return tensor
     shape = list(tensor.shape)

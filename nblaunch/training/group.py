@@ -48,29 +48,28 @@ def debug() -> bool:
     return os.environ.get("ACCELERATE_DEBUG_MODE", "").lower() in {"1", "true", "yes"}
 
 
-def announce(kind: str, tensors: Sequence[torch.Tensor] = ()) -> None:
+def announce(kind: str, tensors: Sequence[torch.Tensor] = (), places: Sequence[str] = ()) -> None:
     """Say that this rank is about to enter a collective.
 
     Args:
-        kind: "all_gather", "broadcast", "all_reduce", "barrier", "all_gather_object", "broadcast_object".
+        kind: "gather", "broadcast", "all_reduce", "barrier", "all_gather_object", "broadcast_object".
         tensors: What it is about to send; every rank must send the same shapes and dtypes.
+        places: Where each of them is in the user's data, such as `['loss']`.
 
     Raises:
         CollectiveError: Outside a launch, in debug mode: the ranks are about to do different things.
     """
     here = context.current()
-    if here is not None:
-        here.reporter.announce(
-            Collective(
-                rank=here.rank,
-                number=next(_numbers),
-                kind=kind,
-                shapes=[list(tensor.shape) for tensor in tensors],
-                dtypes=[_name(tensor.dtype) for tensor in tensors],
-            )
-        )
-    elif debug():
-        _compare(kind, [(list(tensor.shape), _name(tensor.dtype)) for tensor in tensors])
+    if here is None and not debug():
+        return
+    dtypes = [_name(tensor.dtype) for tensor in tensors]
+    if places:
+        dtypes = [f"{place} {dtype}".lstrip() for place, dtype in zip(places, dtypes, strict=True)]
+    shapes = [list(tensor.shape) for tensor in tensors]
+    if here is None:
+        _compare(kind, list(zip(shapes, dtypes, strict=True)))
+        return
+    here.reporter.announce(Collective(here.rank, next(_numbers), kind, shapes, dtypes))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -90,8 +89,8 @@ def _compare(kind: str, sent: list[tuple[list[int], str]]) -> None:
 
 
 def _describe(kind: str, sent: list[tuple[list[int], str]]) -> str:
-    shapes = ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype in sent)
-    return f"{kind} of {shapes}" if shapes else kind
+    what = ", ".join(f"{dtype}{shape}" for shape, dtype in sent)
+    return f"{kind} of {what}" if what else kind
 
 
 @lru_cache
@@ -118,9 +117,15 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def all_gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Every rank's tensor, stacked in rank order: shape (world size, *tensor.shape), on the tensor's device."""
-    announce("all_gather", (tensor,))
+def all_gather(tensor: torch.Tensor, announced: bool = False) -> torch.Tensor:
+    """Every rank's tensor, stacked in rank order: shape (world size, *tensor.shape), on the tensor's device.
+
+    Args:
+        tensor: Of the same shape and dtype on all ranks.
+        announced: Whether the caller has announced it, together with others.
+    """
+    if not announced:
+        announce("all_gather", (tensor,))
     mine = _carried(tensor)
     everyone = torch.empty((size(), *mine.shape), dtype=mine.dtype, device=mine.device)
     if mine.numel():
@@ -128,9 +133,10 @@ def all_gather(tensor: torch.Tensor) -> torch.Tensor:
     return everyone.to(tensor.device)
 
 
-def broadcast(tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+def broadcast(tensor: torch.Tensor, source: int = 0, announced: bool = False) -> torch.Tensor:
     """Rank `source`'s tensor, on the tensor's device; the given one is not changed."""
-    announce("broadcast", (tensor,))
+    if not announced:
+        announce("broadcast", (tensor,))
     mine = _carried(tensor)
     if mine.data_ptr() == tensor.data_ptr() and rank() != source:
         mine = torch.empty_like(mine)
@@ -147,12 +153,13 @@ _OPERATIONS = {
 }
 
 
-def all_reduce(tensor: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, operation: str = "sum", announced: bool = False) -> torch.Tensor:
     """The ranks' tensors combined by "sum", "mean", "max" or "min", as a new tensor on the tensor's device.
 
     As in PyTorch a sum of booleans counts them (int64), and a mean of integers is a float.
     """
-    announce("all_reduce", (tensor,))
+    if not announced:
+        announce("all_reduce", (tensor,))
     mine = _carried(tensor)
     if mine.dtype == torch.bool:
         mine = mine.to(torch.int64 if operation in ("sum", "mean") else torch.uint8)

@@ -40,7 +40,7 @@ class DistributedType(StrEnum):
         """The plain data-parallel kind for this many processes on this type of device ("cuda", "cpu", ...)."""
         if num_processes == 1:
             return cls.NO
-        return cls({"cuda": "MULTI_GPU"}.get(device_type, f"MULTI_{device_type.upper()}"))
+        return cls.__members__.get(f"MULTI_{device_type.upper()}", cls.MULTI_GPU)
 
 
 class PrecisionType(StrEnum, metaclass=_Listed):

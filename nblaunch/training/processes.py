@@ -83,13 +83,15 @@ def _find_out(cpu: bool, environment: tuple[str | None, ...], options: dict[str,
     cpu = cpu or (launch is not None and launch.config.use_cpu)
     local_rank = int(os.environ.get("LOCAL_RANK") or _local_rank_of_group())
     device = devices.bind(local_rank, cpu=cpu)
-    if not group.active() and None not in environment[:2] and (None not in environment[3:] or "init_method" in options):
+    asked = None not in environment[:2] and (None not in environment[3:] or environment[1] != "1")
+    backend = dist.get_backend() if group.active() else None
+    if asked and backend is None:
         chosen = options.pop("backend", None) or (launch.config.backend if launch is not None else "auto")
         backend = devices.backend_for(device) if chosen == "auto" else chosen
         dist.init_process_group(backend, **{name: value for name, value in options.items() if value is not None})
-    if not group.active():
+    if backend is None:
         return Identity(1, 0, 0, device, None, environment)
-    return Identity(group.size(), group.rank(), local_rank, device, dist.get_backend(), environment)
+    return Identity(group.size(), group.rank(), local_rank, device, backend, environment)
 
 
 def _local_rank_of_group() -> int:

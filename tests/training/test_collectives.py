@@ -162,9 +162,18 @@ def test_in_a_launch_the_agent_ends_a_run_whose_ranks_differ(launch):
     with pytest.raises(RankError) as caught:
         launch(lambda: ops.gather(torch.ones(_rank() + 1, 2)))
     assert caught.value.kind == "collective"
-    assert "rank 0: all_gather number 0 of float32[1, 2]; rank 1: all_gather number 0 of float32[2, 2]" in str(
+    assert "rank 0: gather number 0 of float32[1, 2]; rank 1: gather number 0 of float32[2, 2]" in str(
         caught.value
     )
+
+
+def test_in_a_launch_a_structure_that_differs_is_named(launch):
+    def differ():
+        rank = _rank()
+        ops.gather({"loss": torch.ones(1), "guess" if rank else "label": torch.ones(1)})
+
+    with pytest.raises(RankError, match=r"\['guess'\] float32\[1\]"):
+        launch(differ)
 
 
 def _without_agent():
@@ -181,8 +190,8 @@ def test_elsewhere_debug_mode_names_every_ranks_shape(launch):
         return str(caught.value)
 
     for text in launch(unequal, env={"ACCELERATE_DEBUG_MODE": "1"}):
-        assert "rank 0: all_gather of (1, 2) float32" in text
-        assert "rank 1: all_gather of (2, 2) float32" in text
+        assert "rank 0: gather of float32[1, 2]" in text
+        assert "rank 1: gather of float32[2, 2]" in text
 
 
 def test_elsewhere_debug_mode_names_another_collective(launch):
@@ -195,7 +204,7 @@ def test_elsewhere_debug_mode_names_another_collective(launch):
                 ops.reduce(torch.ones(2))
         return str(caught.value)
 
-    assert "rank 0: all_reduce of (2,) float32" in launch(differ, env={"TORCH_DISTRIBUTED_DEBUG": "INFO"})[0]
+    assert "rank 0: reduce to mean of float32[2]" in launch(differ, env={"TORCH_DISTRIBUTED_DEBUG": "INFO"})[0]
 
 
 def test_walking_nested_data():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from nblaunch import notebook_launcher
 from nblaunch.errors import UnpreparedError
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.local_sgd import LocalSGD
@@ -418,3 +419,24 @@ def test_local_sgd_averages_now_and_then(launch):
         return [*seen, inner.weight.item()]
 
     assert launch(train) == [[-1.0, -3.0, -4.0, -4.5], [-2.0, -3.0, -5.0, -4.5]]
+
+
+def test_the_scale_and_overflows_are_metrics_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def train():
+        accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
+        model = nn.Linear(1, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for factor in (1.0, 1e8, 1e8, 1.0):
+            accelerator.backward(model(torch.ones(1, 1)).sum() * factor)
+            optimizer.step()
+            optimizer.zero_grad()
+        return accelerator.scaler.get_scale()
+
+    run = notebook_launcher(train, num_processes=2, devices="cpu", dashboard="none")
+    assert run.results == [1.0, 1.0]
+    frame = run.metrics.to_pandas()
+    assert list(frame[(frame.name == "scaler/scale") & (frame["rank"] == 0)].value) == [4.0, 2.0, 1.0]
+    assert list(frame[(frame.name == "scaler/overflows") & (frame["rank"] == 1)].value) == [0, 1, 2]
+    assert list(frame[(frame.name == "scaler/overflows_in_a_row") & (frame["rank"] == 1)].value) == [0, 1, 2]

@@ -83,7 +83,8 @@ class DataParallel(Strategy):
 
     @property
     def _kwargs(self) -> dict[str, Any]:
-        return {name: value for name, value in self.options.to_dict().items() if name != "check_reduction"}
+        """What was chosen: DDP warns of some options even where they have their default."""
+        return {name: value for name, value in self.options.to_kwargs().items() if name != "check_reduction"}
 
     def _compress(self, model: DistributedDataParallel) -> None:
         hook = _HOOKS[Hook(self.options.comm_hook)]
