@@ -83,7 +83,7 @@ _HOME = {
 }
 """Public name to the module that defines it."""
 
-__all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [*_HOME, "__version__"]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
@@ -92,6 +92,13 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext nblaunch`: starts the agent in the background, so that the first launch is warm."""
+    from nblaunch.kernel.magics import start_agent
+
+    start_agent(shell)
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,6 +77,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Older runs beyond this many are removed from the folder."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         _one_of("mixed_precision", self.mixed_precision, (None, *PRECISIONS))
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("start_method", self.start_method, START_METHODS)
@@ -98,10 +101,21 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("num_nodes > 1 needs a port that all machines know: pass use_port (and master_addr)")
         if isinstance(self.devices, list) and not self.devices:
             raise ConfigError('devices=[] names no device; pass indices, "cpu", or None for all visible ones')
-        for name, value in (self.env or {}).items():
-            if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ConfigError(f"env[{name!r}] is {value!r}; environment variables are text")
+        if not 0 <= self.exit_timeout < math.inf:
+            raise ConfigError(f"exit_timeout={self.exit_timeout} makes no sense; it is a number of seconds")
         _ = self.run_limit_bytes
+
+    def _check_types(self) -> None:
+        """What is made in Python is checked as strictly as what is read from a file."""
+        for name, kind in _field_types().items():
+            value = getattr(self, name)
+            try:
+                msgspec.convert(value, kind)
+                msgspec.to_builtins(value)
+            except (msgspec.ValidationError, TypeError) as error:
+                raise ConfigError(f"{name}={value!r} has the wrong type: {error}") from None
+        if isinstance(self.devices, tuple):
+            msgspec.structs.force_setattr(self, "devices", list(self.devices))
 
     @property
     def run_limit_bytes(self) -> int:
@@ -153,6 +167,11 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not isinstance(data, dict):
             raise ConfigError(f"{path} holds {type(data).__name__}, expected a mapping of launch options")
         return from_mapping(data)
+
+
+@functools.cache
+def _field_types() -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(LaunchConfig)}
 
 
 def from_mapping(data: Mapping[str, Any]) -> LaunchConfig:

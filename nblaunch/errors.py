@@ -68,6 +68,7 @@ class RankError(NblaunchError):
         self.kind = failure.kind
         self.exit_code = failure.code if failure.kind == "exit" else None
         self.signal = signal_name(failure.code) if failure.kind in ("signal", "memory") else None
+        self._folder = folder
         self.log = f"{folder}/rank-{failure.rank}.log" if folder else ""
         super().__init__(self.headline)
 
@@ -75,20 +76,21 @@ class RankError(NblaunchError):
     def headline(self) -> str:
         """One line: which rank, and what happened."""
         failure = self.failure
+        message = failure.message.strip().partition("\n")[0]
         if failure.kind == "exception":
-            return f"rank {failure.rank} raised {failure.type}: {failure.message}".rstrip(": ")
+            return f"rank {failure.rank} raised {failure.type}: {message}".rstrip(": ")
         if failure.kind == "exit" and failure.type:
-            return f"rank {failure.rank} exited with code {failure.code}: {failure.message}"
+            return f"rank {failure.rank} exited with code {failure.code}: {message}"
         separator = ": " if failure.kind == "collective" else " "
-        return f"rank {failure.rank}{separator}{failure.message}"
+        return f"rank {failure.rank}{separator}{message}"
 
     def __str__(self) -> str:
         from nblaunch.traceback import plain_lines
 
         return "\n".join(plain_lines(self))
 
-    def __reduce__(self) -> tuple[type[RankError], tuple[Failure, list[Failure]]]:
-        return type(self), (self.failure, self.others)
+    def __reduce__(self) -> tuple[type[RankError], tuple[Failure, list[Failure], str]]:
+        return type(self), (self.failure, self.others, self._folder)
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows: the root cause, the cell's own line, the other ranks in a line each."""

@@ -98,7 +98,7 @@ def _versions() -> dict[str, str]:
 
 
 def _harmless(variable: str) -> bool:
-    return not any(word in variable for word in ("TOKEN", "SECRET", "PASSWORD", "KEY"))
+    return not any(word in variable for word in ("TOKEN", "SECRET", "PASSW", "KEY", "JWT", "AUTH", "CREDENTIAL"))
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -134,14 +134,22 @@ def read_metrics(path: Path) -> Iterator[Metrics]:
         start += LENGTH.size
         if start + length > len(data):
             return
-        yield _metrics_decoder.decode(data[start : start + length])
+        try:
+            yield _metrics_decoder.decode(data[start : start + length])
+        except msgspec.DecodeError:
+            return  # torn in the middle, by a disk that was full: what follows has no known beginning
         start += length
 
 
 def read_log(path: Path) -> str:
     """A rank's log as text, also while it is being written."""
-    parts = [path, *reversed(tails_of(path))]
-    return b"".join(part.read_bytes() for part in parts if part.exists()).decode("utf-8", "replace")
+    text = b""
+    for part in (path, *reversed(tails_of(path))):
+        try:
+            text += part.read_bytes()
+        except FileNotFoundError:
+            continue  # there is no such part, or not any more
+    return text.decode("utf-8", "replace")
 
 
 def tails_of(path: Path) -> tuple[Path, Path]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _MOST_LINES = 40
 _MOST_OTHERS = 8
+_LONGEST_LINE = 1000
 _BOLD_RED, _RED, _GREEN, _DIM, _PLAIN = "\x1b[1;31m", "\x1b[31m", "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _CHAINED = re.compile(
     r"\n\n(?:The above exception was the direct cause of|During handling of the above exception, another)"
@@ -48,7 +49,8 @@ def _body(failure: Failure) -> list[str]:
 def _origin(text: str) -> str:
     """The last line of the exception that a chain began with, or ""."""
     first, *rest = _CHAINED.split(text)
-    return first.strip().splitlines()[-1] if rest else ""
+    lines = first.strip().splitlines()
+    return lines[-1] if rest and lines else ""
 
 
 def _others(others: list[Failure]) -> list[str]:
@@ -81,7 +83,7 @@ def _coloured(line: str) -> str:
 
 
 def _within(lines: list[str], end: list[str]) -> list[str]:
-    lines = [part for line in lines for part in line.split("\n")]
+    lines = [_shortened(part) for line in lines for part in line.split("\n")]
     room = _MOST_LINES - len(end)
     if len(lines) > room:
         half = room // 2
@@ -91,3 +93,7 @@ def _within(lines: list[str], end: list[str]) -> list[str]:
             *lines[half - room + 1 :],
         ]
     return lines + end
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}... ({len(line):,} characters)"

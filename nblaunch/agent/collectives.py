@@ -15,6 +15,7 @@ class CollectiveCheck:
 
     def __init__(self, ranks: list[int]) -> None:
         self._ranks = ranks
+        self._returned: set[int] = set()
         self._open: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
 
     def arrived(self, collective: Collective) -> Failure | None:
@@ -27,14 +28,21 @@ class CollectiveCheck:
             return _failure(collective.rank, f"the ranks' collectives do not fit: {_rows(there)}")
         if len(there) == len(self._ranks) or collective.group:
             del self._open[key]
+        else:
+            return self._missing(there)
         return None
 
     def ended(self, rank: int) -> Failure | None:
         """A rank has returned; gives a failure if others wait for it in a collective."""
-        for there in self._open.values():
-            if rank not in there and there:
-                text = f"rank {rank} returned and never came to the collective that others wait in: {_rows(there)}"
-                return _failure(rank, text)
+        self._returned.add(rank)
+        missing = (self._missing(there) for there in self._open.values())
+        return next((failure for failure in missing if failure is not None), None)
+
+    def _missing(self, there: dict[int, Collective]) -> Failure | None:
+        """A failure if a rank that has returned can't come any more."""
+        for rank in sorted(self._returned - there.keys()):
+            text = f"returned and never came to the collective that others wait in: {_rows(there)}"
+            return _failure(rank, text)
         return None
 
 
@@ -45,11 +53,12 @@ def _signature(collective: Collective) -> tuple[object, ...]:
 
 
 def _rows(there: dict[int, Collective]) -> str:
-    return "; ".join(
-        f"rank {rank}: {c.kind} number {c.number}"
-        + (f" of {', '.join(f'{dtype}{shape}' for dtype, shape in zip(c.dtypes, c.shapes, strict=False))}")
-        for rank, c in sorted(there.items())
-    )
+    return "; ".join(f"rank {rank}: {_described(collective)}" for rank, collective in sorted(there.items()))
+
+
+def _described(collective: Collective) -> str:
+    tensors = ", ".join(f"{t}{shape}" for t, shape in zip(collective.dtypes, collective.shapes, strict=False))
+    return f"{collective.kind} number {collective.number}" + (f" of {tensors}" if tensors else "")
 
 
 def _failure(rank: int, text: str) -> Failure:

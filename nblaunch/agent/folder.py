@@ -5,11 +5,13 @@ launch.yaml  record.json  events.jsonl  metrics.bin  rank-0.log  rank-1.log ...
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,9 +20,10 @@ from typing import Any
 
 import msgspec
 
+from nblaunch.agent.appending import Appended
 from nblaunch.agent.output import LogFile
 from nblaunch.record import LENGTH
-from nblaunch.wire.messages import Failure, Launch, Message
+from nblaunch.wire.messages import Display, Failure, Launch, Message
 
 
 class RunFolder:
@@ -28,25 +31,35 @@ class RunFolder:
 
     def __init__(self, launch: Launch, name: str, limit: int, ranks: list[int], warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._limit = limit
-        self._metrics_bytes = 0
-        self._failed = False
-        self.path = self._make(Path(launch.folder), name)
-        self._events = (self.path / "events.jsonl").open("ab")
-        fcntl.flock(self._events, fcntl.LOCK_EX)
-        self._metrics = (self.path / "metrics.bin").open("ab")
-        share = limit // (2 * max(1, len(ranks)))
-        self._logs = {rank: LogFile(self.path / f"rank-{rank}.log", share) for rank in ranks}
+        self._said: set[str] = set()
+        self._closed = False
+        self._quarter = limit // 4
+        self._shown_bytes = 0
+        self._open(Path(launch.folder), name, limit // (2 * max(1, len(ranks))), ranks)
         self._guarded(lambda: (self.path / "launch.yaml").write_text(launch.yaml, encoding="utf-8"))
         self.write_record(launch.record)
 
-    def _make(self, wanted: Path, name: str) -> Path:
+    def _open(self, wanted: Path, name: str, share: int, ranks: list[int]) -> None:
+        """Make the files in a new folder where they are wanted, or in the system's for temporary files."""
         try:
-            return _new_folder(wanted, name)
+            self._open_in(_new_folder(wanted, name), share, ranks)
         except OSError as error:
-            elsewhere = Path(tempfile.gettempdir()) / f"nblaunch-{os.getuid()}" / "runs"
+            elsewhere = _own_temporary_folder() / "runs"
             self._warn(f"{wanted} can't be written ({error.strerror}); the run's folder is in {elsewhere}")
-            return _new_folder(elsewhere, name)
+            self._open_in(_new_folder(elsewhere, name), share, ranks)
+
+    def _open_in(self, path: Path, share: int, ranks: list[int]) -> None:
+        with contextlib.ExitStack() as opened:
+            events = opened.enter_context(contextlib.closing(Appended(path / "events.jsonl")))
+            metrics = opened.enter_context(contextlib.closing(Appended(path / "metrics.bin")))
+            logs = {
+                rank: opened.enter_context(contextlib.closing(LogFile(path / f"rank-{rank}.log", share)))
+                for rank in ranks
+            }
+            opened.pop_all()
+        with contextlib.suppress(OSError):  # a file system without locks: only then may a run be pruned as it goes on
+            fcntl.flock(events, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path, self._events, self._metrics, self._logs = path, events, metrics, logs
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Write `record.json`, whole or not at all."""
@@ -63,53 +76,64 @@ class RunFolder:
         if isinstance(message, Failure):
             message = msgspec.structs.replace(message, pickled=b"")
         line = msgspec.json.encode(message) + b"\n"
-
-        def write() -> None:
-            self._events.write(line)
-            self._events.flush()
-
-        self._guarded(write)
+        if isinstance(message, Display):
+            self._shown_bytes += len(line)
+            if self._shown_bytes > self._quarter:
+                self._once("what the run displayed outgrew run_limit; what follows is not kept in its folder")
+                return
+        self._guarded(lambda: self._events.append(line))
 
     def metrics(self, body: bytes) -> None:
         """Append a batch of metrics as it came."""
-        self._metrics_bytes += len(body) + LENGTH.size
-        if self._metrics_bytes > self._limit // 2:
-            self._once("the run's metrics outgrew run_limit; what follows is not kept")
+        batch = LENGTH.pack(len(body)) + body
+        if self._metrics.size + len(batch) > self._quarter:
+            self._once("the run's metrics outgrew run_limit; what follows is not kept in its folder")
             return
-
-        def write() -> None:
-            self._metrics.write(LENGTH.pack(len(body)) + body)
-            self._metrics.flush()
-
-        self._guarded(write)
+        self._guarded(lambda: self._metrics.append(batch))
 
     def log(self, rank: int, lines: bytes) -> None:
         """Append whole lines to a rank's log."""
         self._guarded(lambda: self._logs[rank].write(lines))
 
     def close(self) -> None:
-        """End all files; the folder is as it will stay."""
+        """End all files; the folder is as it will stay, whatever is still said of the run."""
+        if self._closed:
+            return
         for log in self._logs.values():
             self._guarded(log.close)
-        self._guarded(self._metrics.close)
-        self._guarded(self._events.close)
+        self._closed = True
+        self._metrics.close()
+        self._events.close()
 
     def _guarded(self, write: Callable[[], Any]) -> None:
+        if self._closed:
+            return
         try:
             write()
         except OSError as error:
             self._once(f"the run's folder {self.path} is cut short: {error.strerror or error}")
 
     def _once(self, text: str) -> None:
-        if not self._failed:
-            self._failed = True
+        if text not in self._said:
+            self._said.add(text)
             self._warn(text)
+
+
+def _own_temporary_folder() -> Path:
+    """A folder for temporary files that nobody else can have put there, or can write to."""
+    path = Path(tempfile.gettempdir()) / f"nblaunch-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        return path
+    return Path(tempfile.mkdtemp(prefix="nblaunch-"))
 
 
 def _new_folder(runs: Path, name: str) -> Path:
     runs.mkdir(parents=True, exist_ok=True, mode=0o700)
     ignore = runs.parent / ".gitignore"
-    if not ignore.exists():
+    if not ignore.exists() or ignore.stat().st_size == 0:  # empty: the disk was full
         ignore.write_text("*\n", encoding="utf-8")
     safe = re.sub(r"[^\w.-]+", "_", name).strip("._")[:60] or "run"
     stamp = f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{safe}"
@@ -130,12 +154,18 @@ def prune(runs: Path, keep: int) -> None:
     except OSError:
         return  # the folder went away meanwhile, and the old runs with it
     for path in folders[: max(0, len(folders) - keep)]:
+        if not _goes_on(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _goes_on(path: Path) -> bool:
+    """Whether a run's folder is still written to; so too where that can't be told."""
+    try:
         with (path / "events.jsonl").open("rb") as events:
-            try:
-                fcntl.flock(events, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-        shutil.rmtree(path, ignore_errors=True)
+            fcntl.flock(events, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
 
 
 def _age(path: Path) -> tuple[float, str]:

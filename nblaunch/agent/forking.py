@@ -25,9 +25,11 @@ from nblaunch.wire.channel import Channel
 from nblaunch.wire.lifelines import await_parent, close_all_but, die_with_parent
 from nblaunch.wire.messages import Fork, Forked, Import, Warm
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""While a template imports: OpenBLAS and its like start their threads when they are loaded."""
 _CUDA_NOT_INITIALIZED = 3
 _RANK_MAIN = "nblaunch.rank.main"
-_FIRST = ["torch", _RANK_MAIN]
+_FIRST = ["torch", _RANK_MAIN, "threadpoolctl", "psutil"]
 _ENTRIES = {"rank": "begin", "stores": "keep_stores", "census": "take_census"}
 """What a forked process is to be, to the function of the rank's main that makes it so."""
 
@@ -40,6 +42,7 @@ def fork_template(path: list[str]) -> socket.socket:
 
         def become_first() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
             close_all_but({0, 1, 2, theirs.fileno()})
             die_with_parent(agent)
             sys.path.extend(entry for entry in path if entry not in sys.path)
@@ -58,7 +61,7 @@ class Reborn(BaseException):
 
 
 def _live(become: Callable[[], None]) -> None:
-    """Be something until the process ends; what went wrong goes to the agent's log, or the rank's own. Never returns."""
+    """Be something until the process ends; what went wrong goes to the agent's log or the rank's. Never returns."""
     try:
         while True:
             try:
@@ -84,7 +87,7 @@ class Template:
         """Import, say how it went, and serve until the agent closes the channel; never returns."""
         if wanted.environment is not None:
             os.environ.clear()
-            os.environ.update(wanted.environment)
+            os.environ.update({**wanted.environment, **ONE_THREAD})
         if wanted.path is not None:
             sys.path[:] = wanted.path
         warm = Warm(os.getpid(), self._modules)

@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from nblaunch.agent import cgroups
 from nblaunch.config import LaunchConfig
 from nblaunch.errors import ConfigError
 from nblaunch.wire.messages import Census, Device, Launch
@@ -35,6 +36,7 @@ def plan(config: LaunchConfig, environment: dict[str, str], census: Census) -> P
     Raises:
         ConfigError: It asks for more, or for other devices, than there are.
     """
+    environment = {**environment, **(config.env or {})}
     keeps_to_cpu = config.use_cpu or environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     available = [] if keeps_to_cpu else _select(config, census.devices)
     count = config.num_processes or len(available) or _CPU_RANKS
@@ -74,33 +76,34 @@ def _select(config: LaunchConfig, found: list[Device]) -> list[Device]:
         if not match:
             there = ", ".join(f"{device.index} ({device.uuid or device.name})" for device in found) or "none"
             raise ConfigError(f"devices names {name!r}, which is not visible here; there are: {there}")
+        if match[0] in selected:
+            raise ConfigError(f"devices names {name!r} a second time; each rank needs a device of its own")
         selected += match
     return selected
 
 
 def _threads_asked_for(environment: dict[str, str]) -> int:
     text = environment.get("OMP_NUM_THREADS", "").split(",")[0]
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdecimal() else 0
 
 
-def cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use: the least of its affinity and its cgroup's quota, at least 1."""
-    affinity = len(os.sched_getaffinity(0))
-    return max(1, min(affinity, int(_quota(cgroups) or affinity)))
+def cores(proc: Path = cgroups.PROC, mount: Path = cgroups.MOUNT) -> int:
+    """Cores that this process may use: the least of its affinity and its control groups' quotas, at least 1."""
+    quotas = [_quota(folder) for folder in cgroups.folders("cpu", proc, mount)]
+    return max(1, int(min([len(os.sched_getaffinity(0)), *(quota for quota in quotas if quota is not None)])))
 
 
-def _quota(cgroups: Path) -> float | None:
+def _quota(folder: Path) -> float | None:
+    """The cores that a control group of version 2 or 1 allows; None where it sets no limit."""
     try:
-        quota, period = (cgroups / "cpu.max").read_text().split()
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text()
+            period = (folder / "cpu.cfs_period_us").read_text()
+        return int(quota) / int(period) if int(quota) > 0 else None
     except (OSError, ValueError):
-        try:
-            quota = (cgroups / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (cgroups / "cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    if quota == "max" or int(quota) <= 0:
-        return None
-    return max(1.0, int(quota) / int(period))
+        return None  # no such file, or "max"
 
 
 def listen(config: LaunchConfig) -> socket.socket | None:
@@ -125,7 +128,7 @@ def listen(config: LaunchConfig) -> socket.socket | None:
 
 
 def rank_environment(
-    launch: Launch, config: LaunchConfig, plan: Plan, local_rank: int, port: int, attempt: int
+    launch: Launch, config: LaunchConfig, plan: Plan, local_rank: int, *, port: int, attempt: int
 ) -> dict[str, str]:
     """The variables of one rank, as torch, torchelastic, Accelerate and Fabric read them."""
     count = len(plan.ranks)
@@ -149,8 +152,8 @@ def rank_environment(
         "LT_DEVICES": count,
         "LT_NUM_NODES": config.num_nodes,
     }
-    if config.num_nodes == 1:
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if config.num_nodes == 1 and "GLOO_SOCKET_IFNAME" not in {**launch.environment, **(config.env or {})}:
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
     if plan.devices[local_rank].type == "cpu":
         environment |= {"ACCELERATE_USE_CPU": 1, "LT_ACCELERATOR": "cpu"}
     elif isinstance(config.devices, list):
@@ -163,5 +166,8 @@ def rank_environment(
 
 
 def exec_environment(launch: Launch, own: dict[str, str], threads: int) -> dict[str, str]:
-    """What a rank that is started by exec finds when its interpreter starts."""
-    return {**{name: str(threads) for name in _THREAD_VARIABLES}, **launch.environment, **own}
+    """What a rank that is started by exec finds when its interpreter starts; the hash seed is the agent's for all."""
+    defaults = {name: str(threads) for name in _THREAD_VARIABLES}
+    if "PYTHONHASHSEED" in os.environ:
+        defaults["PYTHONHASHSEED"] = os.environ["PYTHONHASHSEED"]
+    return {**defaults, **launch.environment, **(launch.config.get("env") or {}), **own}

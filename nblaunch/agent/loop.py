@@ -65,14 +65,21 @@ class Loop:
         """Serve until stopped."""
         while self._running:
             for key, events in self._selector.select(self._patience()):
-                readable, writable = key.data
-                if events & selectors.EVENT_WRITE and writable is not None:
-                    writable()
-                if events & selectors.EVENT_READ and key.fileobj in self._selector.get_map():
-                    readable()
+                for event in (selectors.EVENT_WRITE, selectors.EVENT_READ):
+                    if events & event:
+                        self._call(key, event)
             now = time.monotonic()
             while self._timers and self._timers[0][0] <= now:
                 heapq.heappop(self._timers)[2].fire()
+
+    def _call(self, key: selectors.SelectorKey, event: int) -> None:
+        """Call back, unless a callback before this one gave the descriptor up, or to another."""
+        present = self._selector.get_map().get(key.fd)
+        if present is None or present.data[0] is not key.data[0]:
+            return
+        callback = present.data[0 if event == selectors.EVENT_READ else 1]
+        if callback is not None:
+            callback()
 
     def _patience(self) -> float | None:
         return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None

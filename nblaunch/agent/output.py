@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from nblaunch.agent.appending import Appended
 from nblaunch.record import tails_of
 
 _TAIL_LINES = 80
@@ -31,8 +32,7 @@ class Lines:
         whole, self._rest = data[:end], data[end:]
         if len(self._rest) > _LONGEST_LINE:
             whole, self._rest = whole + self._rest + b"\n", b""
-        if b"\r" in self._rest[:-1]:
-            self._rest = self._rest[self._rest.rfind(b"\r", 0, -1) + 1 :]
+        self._rest = self._rest[_start_of_last(self._rest) :]
         return _overwritten(whole)
 
     def end(self) -> bytes:
@@ -45,18 +45,22 @@ def _overwritten(data: bytes) -> bytes:
     if b"\r" not in data:
         return data
     lines = data.replace(b"\r\n", b"\n").split(b"\n")
-    return b"\n".join(line[line.rstrip(b"\r").rfind(b"\r") + 1 :].rstrip(b"\r") for line in lines)
+    return b"\n".join(line[_start_of_last(line) :].rstrip(b"\r") for line in lines)
+
+
+def _start_of_last(line: bytes) -> int:
+    """Where what a terminal would still show of a line begins: behind a return that more text follows."""
+    return line.rstrip(b"\r").rfind(b"\r") + 1
 
 
 class LogFile:
-    """A log that keeps its first and its last part once it outgrows its limit."""
+    """A log that keeps its first half and, at least, its last quarter once it outgrows its limit."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._path = path
-        self._half = max(limit // 2, 4096)
-        self._head = path.open("ab")
-        self._tail = self._head
-        self._written = 0
+        self._room = max(limit // 2, 2048)
+        self._quarter = max(limit // 4, 1024)
+        self._head = self._last = Appended(path)
         self._dropped = 0
 
     def write(self, data: bytes) -> None:
@@ -65,32 +69,34 @@ class LogFile:
         Raises:
             OSError: The disk is full or the like.
         """
-        if self._written + len(data) > self._half:
+        if len(data) > self._room:
             self._turn()
-        self._tail.write(data)
-        self._tail.flush()
-        self._written += len(data)
+        self._last.append(data)
+        self._room -= len(data)
 
     def _turn(self) -> None:
         """Go on in a fresh tail; the tail before the last one is dropped."""
-        last, older = tails_of(self._path)
-        if self._tail is not self._head:
-            self._tail.close()
+        newest, older = tails_of(self._path)
+        if self._last is not self._head:
             self._dropped += older.stat().st_size if older.exists() else 0
-            last.replace(older)
-        self._tail = last.open("wb")
-        self._written = 0
+            newest.replace(older)
+            self._last.close()
+        self._last = Appended(newest)
+        self._room = self._quarter
 
     def close(self) -> None:
-        """Join the parts into one file."""
+        """Join the parts into one file; where the disk has no room for that they stay apart.
+
+        Raises:
+            OSError: They stayed apart.
+        """
         try:
-            if self._tail is not self._head:
-                self._tail.close()
-                self._head.write(_gap(self._dropped))
-                for part in reversed(tails_of(self._path)):
-                    if part.exists():
-                        self._head.write(part.read_bytes())
-                        part.unlink()
+            if self._last is not self._head:
+                self._last.close()
+                parts = [part for part in reversed(tails_of(self._path)) if part.exists()]
+                self._head.append(_gap(self._dropped) + b"".join(part.read_bytes() for part in parts))
+                for part in parts:
+                    part.unlink()
         finally:
             self._head.close()
 
@@ -114,6 +120,7 @@ class Teller:
 
     def add(self, lines: bytes) -> None:
         """Take whole lines; of what can't be passed on any more only the newest are kept."""
+        self._refill()
         count = lines.count(b"\n")
         room = int(self._tokens) + _KEPT
         if count > room:
@@ -131,9 +138,7 @@ class Teller:
         Args:
             at_once: There will be no more: do not wait for the next time that a flood is told of.
         """
-        now = time.monotonic()
-        self._tokens = min(_BURST, self._tokens + (now - self._refilled) * _LINES_A_SECOND)
-        self._refilled = now
+        now = self._refill()
         if not self._pending:
             return True
         flood = self._skipped > 0 or len(self._pending) > self._tokens
@@ -151,3 +156,10 @@ class Teller:
         self._pending.clear()
         self._skipped = 0
         return True
+
+    def _refill(self) -> float:
+        """Allow what the time since the last look has earned; returns the time."""
+        now = time.monotonic()
+        self._tokens = min(_BURST, self._tokens + (now - self._refilled) * _LINES_A_SECOND)
+        self._refilled = now
+        return now

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from nblaunch.agent import cgroups
 from nblaunch.wire.messages import Failure
 
 SYMPTOM_PATIENCE = 0.5
@@ -84,8 +85,10 @@ def signal_name(number: int) -> str:
 class MemoryKills:
     """The counters in which the kernel says that it killed for memory."""
 
-    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
-        self._files = [*_cgroup_files(proc, cgroups), proc / "vmstat"]
+    def __init__(self, proc: Path = cgroups.PROC, mount: Path = cgroups.MOUNT) -> None:
+        inside = cgroups.folders("memory", proc, mount)
+        self._files = [folder / name for folder in inside for name in ("memory.events", "memory.oom_control")]
+        self._files.append(proc / "vmstat")
         self._before = self._read()
 
     def happened(self) -> bool:
@@ -103,19 +106,3 @@ class MemoryKills:
             if match:
                 counts[file] = int(match[1])
         return counts
-
-
-def _cgroup_files(proc: Path, cgroups: Path) -> list[Path]:
-    """Where this process's cgroup, version 1 or 2, counts them."""
-    files: list[Path] = []
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return files
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            files += [cgroups / path.lstrip("/") / "memory.events", cgroups / "memory.events"]
-        elif "memory" in controllers.split(","):
-            files += [cgroups / "memory" / path.lstrip("/") / "memory.oom_control"]
-    return files

@@ -140,7 +140,9 @@ class AgentRun:
         )
 
     def _environment(self, local_rank: int) -> dict[str, str]:
-        return launching.rank_environment(self.launch, self.config, self._plan, local_rank, self._port, self._attempt)
+        return launching.rank_environment(
+            self.launch, self.config, self._plan, local_rank, port=self._port, attempt=self._attempt
+        )
 
     def _exec(self, process: RankProcess, environment: dict[str, str]) -> None:
         """Start a rank in a fresh interpreter."""
@@ -270,6 +272,10 @@ class AgentRun:
 
     def _failed(self, process: RankProcess, failure: Failure) -> None:
         """Something went wrong in a rank: note it, and stop the others once the cause is known."""
+        if failure.kind == "result":
+            self._failures.append(failure)
+            self._folder.event(failure)
+            return  # the rank goes on as one that has returned
         failure.host = failure.host or socket.gethostname()
         failure.run = self.launch.run
         process.failure = process.failure or failure
@@ -362,7 +368,7 @@ class AgentRun:
             self.start()
             return
         returned = all(process.state == "ended" for process in self._ranks.values())
-        status = "done" if returned else "stopped" if self._stop_asked else "failed"
+        status = "done" if returned and not self._failures else "stopped" if self._stop_asked else "failed"
         others = [failure for failure in self._failures if failure is not cause]
         finished = Finished(
             self.launch.run, status, time.time(), None if status != "failed" else cause, _folded(others)

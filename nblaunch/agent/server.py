@@ -62,6 +62,7 @@ class Server(TemplateOwner):
         self.loop.watch(self._kernel.fileno(), self._read_kernel)
         self._watch_kernel_process(kernel)
         self._templates = Templates(self.loop, path, self)
+        self._watch_children()
         self.tell(Ready(os.getpid(), socket.gethostname()))
 
     def _watch_kernel_process(self, kernel: int) -> None:
@@ -70,6 +71,20 @@ class Server(TemplateOwner):
         self.loop.watch(pidfd, self._kernel_ended)
         if os.getppid() != kernel:
             self._kernel_ended()
+
+    def _watch_children(self) -> None:
+        """Orphans of ranks and retired templates come here when they end; their status wants to be taken."""
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        os.set_blocking(write, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+        def reap() -> None:
+            os.read(read, 1 << 12)
+            self._reap_adopted()
+
+        self.loop.watch(read, reap)
 
     # ---- the kernel
 
@@ -185,7 +200,9 @@ class Server(TemplateOwner):
             os._exit(0)
 
     def _reap_adopted(self) -> None:
-        """Take the status of orphans that came here; a rank's own is left to its run."""
+        """Take the status of orphans that came here; a rank's own is left to its run, or will be."""
+        if self._templates.expecting:
+            return
         ours = {pid for run in self._runs.values() for pid in run.pids}
         while True:
             try:

@@ -1,9 +1,10 @@
-"""The agent's templates: the base one with torch, and one with what earlier ranks imported, for launches like theirs."""
+"""The agent's templates: the base one with torch, and one with what earlier ranks imported."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
+import weakref
 from collections.abc import Callable
 
 from nblaunch.agent.forking import fork_template
@@ -39,6 +40,11 @@ class Handle:
         self.channel.send(message, fds)
         if self.channel.waiting:
             self._loop.want_write(self.channel.fileno(), self._write)
+
+    @property
+    def expecting(self) -> bool:
+        """Whether it has not yet said what became of a process that it was asked for."""
+        return bool(self._expected)
 
     def answered(self, answer: Forked) -> None:
         """It has said what became of one process that it was asked for."""
@@ -86,6 +92,7 @@ class Templates:
         self._rejected: set[str] = set()
         self._preloaded: Handle | None = None
         self._successor: Handle | None = None
+        self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._base = self._handle(Channel(fork_template(path)), None)
 
     @property
@@ -120,15 +127,15 @@ class Templates:
         self._successor = self._handle(Channel(ours), key)
         self._successor.wanted = modules
 
-    def close(self) -> None:
-        """Let all of them end."""
-        for handle in (self._base, self._preloaded, self._successor):
-            if handle is not None:
-                handle.close()
+    @property
+    def expecting(self) -> bool:
+        """Whether a forked process may exist that nobody has named yet."""
+        return any(handle.expecting for handle in self._handles)
 
     def _handle(self, channel: Channel, key: Key | None) -> Handle:
         handle = Handle(self._loop, channel, key, self._on_frame)
         handle.lost = self._on_lost
+        self._handles.add(handle)
         return handle
 
     def _on_frame(self, handle: Handle, frame: Frame) -> None:

@@ -28,7 +28,7 @@ class View(Protocol):
         ...
 
     def finish(self) -> None:
-        """The run has ended, or is no longer waited for: leave what shall stay. A second call does nothing."""
+        """The run has ended, or nobody waits any more: leave what shall stay. A second call does nothing."""
         ...
 
 

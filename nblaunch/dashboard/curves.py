@@ -9,7 +9,7 @@ from operator import add
 from typing import Any
 
 CAPACITY = 400
-"""Buckets of steps that a curve may have; one more, and all are merged in pairs. A chart is about as many pixels wide."""
+"""Buckets of steps that a curve may have; one more, and all are merged in pairs."""
 
 _INF = math.inf
 
@@ -17,9 +17,10 @@ _INF = math.inf
 class Curve:
     """One metric's values by step, over all ranks and of each rank.
 
-    Steps fall into buckets of `2**shift` steps, bucket `b` holding the steps from `b << shift`. A bucket keeps the sum,
-    the number, the least and the greatest of what all ranks logged there, and each rank's own sum and number: so the
-    mean is exact and no extreme is ever lost. Values that aren't finite are left out and told by `bad`.
+    Steps fall into buckets of `2**shift` steps, bucket `b` holding the steps from `b << shift`. A bucket
+    keeps the sum, the number, the least and the greatest of what all ranks logged there, and each rank's own
+    sum and number: so the mean is exact and no extreme is ever lost. Values that aren't finite are left out
+    and told by `bad`.
 
     Example:
         >>> curve = Curve()
@@ -51,7 +52,7 @@ class Curve:
         """The first and the last bucket, by number, that changed since a view last took the changes."""
 
     def add(self, rank: int, steps: list[int], values: list[float], own_line: bool = True) -> None:
-        """Take in what `rank` logged: `values[i]` at `steps[i]`; `own_line` keeps a curve of this rank alone too."""
+        """Take in what `rank` logged, `values[i]` at `steps[i]`; with `own_line` keep its own curve too."""
         self.last[rank] = values[-1]
         if not math.isfinite(sum(values)):
             steps, values = self._finite(rank, steps, values)
@@ -86,9 +87,9 @@ class Curve:
         return changed
 
     def rows(self, first: int, last: int) -> array[float]:
-        """The buckets numbered `first` to `last`, flat float32: count, mean, least, greatest, then each rank's mean.
+        """The buckets numbered `first` to `last` as flat float32, what is empty as NaN.
 
-        What is empty is NaN.
+        Of each: the count, the mean, the least, the greatest, then each rank's mean.
         """
         flat = array("f")
         own = list(self.ranks.values())
@@ -123,7 +124,7 @@ class Curve:
         return own
 
     def _cover(self, low_step: int, high_step: int) -> None:
-        """Make room for all steps from `low_step` to `high_step`, with wider buckets where there are too many."""
+        """Make room for these steps, in wider buckets where there are too many."""
         if not self.counts:
             self.base = low_step >> self.shift
         first = min(self.base, low_step >> self.shift)
@@ -139,14 +140,19 @@ class Curve:
         if not front and not back:
             return
         self.base -= front
-        columns = [(self.sums, 0.0), (self.counts, 0), (self.lows, _INF), (self.highs, -_INF)]
+        columns: list[tuple[array[Any], float]] = [
+            (self.sums, 0.0),
+            (self.counts, 0),
+            (self.lows, _INF),
+            (self.highs, -_INF),
+        ]
         for sums, counts in self.ranks.values():
             columns += [(sums, 0.0), (counts, 0)]
         for column, empty in columns:
             if front:
                 column[:0] = array(column.typecode, [empty]) * front
             if back:
-                column.extend([empty] * back)
+                column.extend(array(column.typecode, [empty]) * back)
 
     def _halve(self) -> None:
         """Merge the buckets in pairs."""

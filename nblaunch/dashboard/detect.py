@@ -19,8 +19,8 @@ def choose(choice: str) -> Kind:
         choice: "auto", "widget", "text" or "none".
 
     Returns:
-        "widget" for a notebook page, "captured" for a notebook that nbclient, nbmake or papermill executes or a
-        console without widgets, "terminal" for a terminal, "lines" where the output goes to a file, "none" for nothing.
+        "widget" for a notebook page, "captured" for a notebook that nbclient, nbmake or papermill executes or
+        a console without widgets, "terminal" for a terminal, "lines" where the output goes to a file, "none".
     """
     if choice == "none":
         return "none"
@@ -35,7 +35,7 @@ def choose(choice: str) -> Kind:
 
 
 def _kernel_shell() -> Any:
-    """IPython's shell if it lives in a Jupyter kernel. Imports nothing: without IPython loaded there is none."""
+    """IPython's shell if it lives in a Jupyter kernel; where IPython was not imported there is none."""
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module is not None else None
     return shell if getattr(shell, "kernel", None) is not None else None
@@ -44,8 +44,8 @@ def _kernel_shell() -> Any:
 def _has_page(shell: Any) -> bool:
     """Whether a person's page sent the cell that runs now.
 
-    nbclient and those built on it forbid input (`allow_stdin` false), and every client in Python, a console too, sends
-    through jupyter_client, whose message ids end in a process and a counter.
+    nbclient and those built on it forbid input (`allow_stdin` false), and every client in Python, also a
+    console, sends through jupyter_client, whose message ids end in a process and a counter.
     """
     header = (shell.kernel.get_parent() or {}).get("header", {})
     if _PYTHON_CLIENT.search(header.get("msg_id", "")):

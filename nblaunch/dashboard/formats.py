@@ -1,4 +1,4 @@
-"""How figures are written on every view: durations, numbers, sizes, rates; the same in page, terminal and snapshot."""
+"""How figures are written, alike on every view: durations, numbers, sizes, rates, lists of ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def roughly(seconds: float) -> str:
     """A time span that is only an estimate.
 
     Example:
-        >>> roughly(7.4), roughly(200), roughly(5000)
-        ('7 s', '3 min', '1.4 h')
+        >>> roughly(7.4), roughly(200), roughly(6000)
+        ('7 s', '3 min', '1.7 h')
     """
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
@@ -43,8 +43,8 @@ def number(value: float) -> str:
     """A metric's value, with about four figures that count and decimals that line up.
 
     Example:
-        >>> number(0.21307), number(93.8), number(12345), number(0.00001234), number(float("nan"))
-        ('0.2131', '93.80', '12,345', '1.23e-05', 'nan')
+        >>> number(0.21307), number(93.8), number(12345), number(0.0099), number(0.00001234), number(float("nan"))
+        ('0.2131', '93.80', '12,345', '0.009900', '1.23e-05', 'nan')
     """
     size = abs(value)
     if not math.isfinite(value):
@@ -53,8 +53,9 @@ def number(value: float) -> str:
         return f"{value:.2e}"
     if size >= 1000:
         return f"{value:,.0f}"
-    decimals = 1 if size >= 100 else 2 if size >= 10 else 3 if size >= 1 else 4
-    return f"{value:.{decimals}f}"
+    bounds = (100, 10, 1, 0.1, 0.01)
+    decimals = next((i for i, bound in enumerate(bounds, 1) if size >= bound), 6)
+    return f"{value:.{decimals}f}" if size else "0"
 
 
 def count(value: float) -> str:

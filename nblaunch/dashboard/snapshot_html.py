@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.dashboard import failures, formats
-from nblaunch.dashboard.reading import Row
+from nblaunch.dashboard.rows import Row
 from nblaunch.wire.messages import Display
 
 if TYPE_CHECKING:
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 16
 _MOST_LINES = 40
-_MOST_METRICS = 30
-_DISPLAY_LIMIT = 30_000
+_MOST_METRICS = 24
+_TEXT_LIMIT = 8_000
+_DISPLAY_LIMIT = 20_000
 """Characters of other ranks' displays in the table; the rest is told and left out."""
 _COLOURS = {"failed": "#cf222e", "done": "#2da44e"}
 _LEFT = "text-align:left"
@@ -54,12 +55,14 @@ def _cause(data: dict[str, Any]) -> str:
     cause = data["cause"]
     if cause is None:
         return ""
-    block = f"<p><b>{escape(failures.title(cause))}</b></p><pre>{escape(failures.excerpt(cause)[:6000])}</pre>"
+    excerpt = escape(failures.excerpt(cause)[:_TEXT_LIMIT])
+    block = f"<p><b>{escape(failures.title(cause))}</b></p><pre>{excerpt}</pre>"
     if cause.text:
-        block += _fold("Whole traceback", f"<pre>{escape(formats.plain(cause.text)[-12000:])}</pre>")
+        block += _fold("Whole traceback", f"<pre>{escape(formats.plain(cause.text)[-_TEXT_LIMIT:])}</pre>")
     if data["others"]:
         followed = "".join(f"<li>{escape(failures.title(other))}</li>" for other in data["others"][:64])
-        block += _fold("What followed from it", f"<ul>{followed}</ul>")
+        count = len(data["others"])
+        block += _fold(f"What followed on {count} more rank{'s' * (count > 1)}", f"<ul>{followed}</ul>")
     return block
 
 
@@ -93,14 +96,16 @@ def _metrics(charts: list[dict[str, Any]]) -> str:
 
 def _output(state: RunState, data: dict[str, Any]) -> str:
     lines = [
-        f"[{formats.rank_list(ranks)}] {formats.plain(text)[:300]}" for ranks, _, text in data["output"][-_MOST_LINES:]
+        f"[{formats.rank_list(ranks)}] {formats.plain(text)[:200]}" for ranks, _, text in data["output"][-_MOST_LINES:]
     ]
     notices = "".join(f"<li>{escape(formats.plain(text))}</li>" for _, _, text in data["notices"][-10:])
     block = f"<ul>{notices}</ul>" if notices else ""
     if not lines:
         return block
     written, warnings = state.output.written, state.output.warnings
-    summary = f"Last lines of output ({written:,} in all" + (f", {warnings:,} warnings)" if warnings else ")")
+    summary = f"Last lines of output ({written:,} in all" + (
+        f", {warnings:,} warning{'s' * (warnings > 1)})" if warnings else ")"
+    )
     return block + _fold(summary, f"<pre>{escape(chr(10).join(lines))}</pre>")
 
 
@@ -126,9 +131,8 @@ def _display(display: Display) -> str:
         picture = display.data.get(kind)
         if picture:
             encoded = base64.b64encode(picture).decode() if isinstance(picture, bytes) else str(picture)
-            return (
-                f'<img alt="shown by rank {display.rank}" src="data:{kind};base64,{escape("".join(encoded.split()))}">'
-            )
+            source = escape(f"data:{kind};base64,{''.join(encoded.split())}")
+            return f'<img alt="shown by rank {display.rank}" src="{source}">'
     return f"<pre>{escape(formats.plain(str(display.data.get('text/plain', ''))))}</pre>"
 
 
@@ -148,4 +152,4 @@ def _is_figure(cell: str) -> bool:
 
 
 def _fold(summary: str, inner: str) -> str:
-    return f"<details><summary>{escape(summary)}</summary>{inner}</details>"
+    return f'<details style="margin-bottom:8px"><summary>{escape(summary)}</summary>{inner}</details>'

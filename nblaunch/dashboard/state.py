@@ -1,4 +1,4 @@
-"""What is known of a run: built from its messages alone, bounded however long the run is, read by every view."""
+"""What is known of a run: built from its messages alone, bounded however long it is, read by every view."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 from nblaunch.config import LaunchConfig
 from nblaunch.dashboard import reading
 from nblaunch.dashboard.curves import Curve
+from nblaunch.dashboard.displays import Displays
 from nblaunch.dashboard.output import OutputTail
+from nblaunch.dashboard.rows import done_fraction, fraction
 from nblaunch.wire.messages import (
     Bar,
     Device,
@@ -33,10 +35,6 @@ MAX_METRICS = 500
 """Metrics that get a curve; the run's folder has them all."""
 MAX_LINES = 4_000
 """Curves of single ranks kept over all metrics; beyond, a metric has its mean and extremes only."""
-MAX_DISPLAYS = 60
-MAX_DISPLAY_BYTES = 1_000_000
-"""The largest display that the dashboard keeps; the cell shows rank 0's whatever its size."""
-MAX_DISPLAYS_BYTES = 8_000_000
 
 
 @dataclass(slots=True)
@@ -57,6 +55,8 @@ class RankState:
     """When anything last came from it, by the kernel's clock."""
     moved: float = 0
     """When its bars, metrics or output last changed."""
+    done: float = 0
+    """How far its bars are in all, 0 to 1; while the outermost bar is the same, it only grows."""
     bars_seen: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
     """For each bar, when it was first seen and how far it was then, as a fraction."""
     failure: Failure | None = None
@@ -68,7 +68,7 @@ class RankState:
 
 
 class RunState:
-    """One run as its messages tell it. An I/O thread applies them, any other thread may read; `lock` guards both.
+    """One run as its messages tell it. An I/O thread applies them, any thread may read; `lock` guards both.
 
     Example:
         >>> from nblaunch.wire.messages import RankUpdate
@@ -99,8 +99,7 @@ class RunState:
         self.unshown = 0
         """Values of metrics beyond the first `MAX_METRICS`."""
         self.output = OutputTail()
-        self.displays: list[Display] = []
-        self.displays_dropped = 0
+        self.displays = Displays()
         self.notices: deque[Notice] = deque(maxlen=50)
         self.cause: Failure | None = None
         self.others: list[Failure] = []
@@ -113,7 +112,8 @@ class RunState:
         self.pace: deque[tuple[float, int]] = deque(maxlen=64)
         """When which step was reached, at most four times a second: for the steps a second."""
         self.pace_start: tuple[float, int] | None = None
-        self._display_bytes = 0
+        self.feed: object = None
+        """What the page's views of this run share, theirs alone."""
         self._lines = 0
         self._appliers: dict[type[Message], Callable[[Any], None]] = {
             Started: self._started,
@@ -159,7 +159,7 @@ class RunState:
             return reading.frame(self)
 
     def snapshot_data(self) -> dict[str, Any]:
-        """`frame()` and all that is kept besides: `curves`, `output`, `notices`, `cause`, `others`, `displays`."""
+        """`frame()`, and besides `curves`, `output`, `notices`, `cause`, `others`, `displays`."""
         with self.lock:
             return reading.snapshot(self)
 
@@ -210,13 +210,14 @@ class RunState:
         self._alive(rank)
         if [(bar.id, bar.n) for bar in message.bars] != [(bar.id, bar.n) for bar in rank.bars]:
             rank.moved = rank.heard
+        known = {bar.id for bar in rank.bars if bar.depth == 0}
         rank.bars = message.bars
+        same = any(bar.id in known for bar in message.bars if bar.depth == 0)
+        rank.done = max(rank.done if same else 0.0, done_fraction(rank))
         rank.sample = message.sample or rank.sample
         rank.where = message.where
         seen = rank.bars_seen
-        rank.bars_seen = {
-            bar.id: seen.get(bar.id) or (rank.heard, reading.fraction(bar) or 0.0) for bar in message.bars
-        }
+        rank.bars_seen = {bar.id: seen.get(bar.id) or (rank.heard, fraction(bar) or 0.0) for bar in message.bars}
 
     def _metrics(self, message: Metrics) -> None:
         rank = self._rank(message.rank)
@@ -227,7 +228,7 @@ class RunState:
             return
         rank.moved = rank.heard
         steps = memoryview(message.steps).cast("q").tolist()
-        values = memoryview(message.values).cast("d").tolist()
+        values: list[float] = memoryview(message.values).cast("d").tolist()  # pyright: ignore[reportAssignmentType]
         if len(message.names) == 1:
             self._curve(message.names[0], message.rank, steps, values)
         else:
@@ -261,21 +262,7 @@ class RunState:
 
     def _display(self, message: Display) -> None:
         self._rank(message.rank)
-        size = reading.display_size(message)
-        if size > MAX_DISPLAY_BYTES:
-            self.displays_dropped += 1
-            return
-        if message.display_id:
-            for i, shown in enumerate(self.displays):
-                if shown.display_id == message.display_id and shown.rank == message.rank:
-                    self._display_bytes += size - reading.display_size(shown)
-                    self.displays[i] = message
-                    return
-        self.displays.append(message)
-        self._display_bytes += size
-        while len(self.displays) > MAX_DISPLAYS or self._display_bytes > MAX_DISPLAYS_BYTES:
-            self._display_bytes -= reading.display_size(self.displays.pop(0))
-            self.displays_dropped += 1
+        self.displays.add(message)
 
     def _failure(self, message: Failure) -> None:
         rank = self._rank(message.rank)

@@ -1,4 +1,4 @@
-"""The views that print: rich's live view in a terminal, plain lines elsewhere. Each prints only in the cell's thread."""
+"""The views that print, only in the cell's thread: rich's live view in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from nblaunch.dashboard import snapshot
-from nblaunch.dashboard.reading import Row
+from nblaunch.dashboard import formats, snapshot
+from nblaunch.dashboard.rows import Row
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -77,14 +77,14 @@ class LinesView:
         self._print(snapshot.text(self.state))
 
     def _print(self, line: str) -> None:
-        print(line, flush=True)
+        print(formats.plain(line), flush=True)
 
 
 class CapturedView(LinesView):
     """As `LinesView`, in a notebook that a program executes; at the end it leaves the snapshot.
 
-    From the start it holds the place of the snapshot with one marked unfinished, so that a run that nobody waits for
-    is never shown as live in the saved notebook.
+    From the start it holds the place of the snapshot with one marked unfinished, so that a run that nobody
+    waits for is never shown as live in the saved notebook.
     """
 
     def __init__(self, state: RunState) -> None:
@@ -145,12 +145,8 @@ class LiveView:
         table = Table.grid(padding=(0, 2))
         for row in shown_rows(rows):
             style = "red" if set("fx") & set(row.flags) else "yellow" if row.flags else ""
-            bars = Text("\n").join(Text(f"{'  ' * d}{label}  {_blocks(done)}  {r}") for d, label, done, r in row.bars)
-            cells = [f"{row.rank} {row.device}", bars, row.main, row.memory, row.note]
-            if row.utilization >= 0:
-                cells.insert(3, f"{row.utilization:.0f} %")
-            table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells), style=style)
-        head = Text(f"{frame['head']['status']}  {self.state.name}  {_summary(frame)}", style="bold")
+            table.add_row(*map(Text, _cells(row)), style=style)
+        head = Text(formats.plain(f"{frame['head']['status']}  {self.state.name}  {_summary(frame)}"), style="bold")
         lines: list[RenderableType] = [head, table]
         if len(rows) > _MOST_ROWS:
             lines.append(Text(f"{len(rows)} ranks, {len(rows) - len(shown_rows(rows))} of them as usual", style="dim"))
@@ -170,6 +166,18 @@ def shown_rows(rows: list[Row]) -> list[Row]:
 def _summary(frame: dict[str, Any]) -> str:
     head = frame["head"]
     return ", ".join(head[key] for key in ("elapsed", "steps", "samples", "left", "setup") if head[key])
+
+
+def _cells(row: Row) -> list[str]:
+    """A rank's row, a line for each bar in the columns of the bars."""
+    labels = "\n".join("  " * depth + label for depth, label, _, _ in row.bars)
+    blocks = "\n".join(_blocks(done) for _, _, done, _ in row.bars)
+    rates = "\n".join(right for _, _, _, right in row.bars)
+    busy = f"{row.utilization:.0f} %" if row.utilization >= 0 else ""
+    return [
+        formats.plain(c)
+        for c in (f"{row.rank} {row.device}", labels, blocks, rates, row.main, busy, row.memory, row.note)
+    ]
 
 
 def _blocks(done: float, width: int = 16) -> str:

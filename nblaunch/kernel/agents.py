@@ -1,7 +1,7 @@
 """Where agents start, and the kernel's end of the connection to one.
 
-One thread a connection sends and receives, so that an interrupt of the notebook's main thread never tears a message. The
-kernel is never forked: an agent is exec'd, in a session of its own, by the path of its file.
+One thread a connection sends and receives, so that an interrupt of the notebook's main thread never tears a message.
+The kernel is never forked: an agent is exec'd, in a session of its own, by the path of its file.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ _all: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
 def get(environment: Mapping[str, str]) -> Agent:
-    """The agent for a launch with these variables: the present one if it was started with their like, else a new one."""
+    """The agent for a launch with these variables: the present one if it was started with these, else a new one."""
     global _current
     if _current is not None and _current.alive:
         if _current.environment == agent_environment(environment):

@@ -29,7 +29,7 @@ _UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
 _last: Run | None = None
 
 
-def notebook_launcher(
+def notebook_launcher(  # noqa: PLR0917 (Accelerate's order)
     function: Callable[..., Any],
     args: Sequence[Any] = (),
     num_processes: int | None = _UNSET,
@@ -139,13 +139,13 @@ def _launch(
     block: bool,
 ) -> Run:
     global _last
+    agent = agents.get({**os.environ, **(config.env or {})})  # it starts, if need be, while the payload is pickled
     pickled = payload.dump_call(function, args, kwargs)
     if pickled.nbytes > _LARGE:
         _tell_size(pickled.nbytes, function, args, kwargs)
     run = Run(config.name or "run", config, uuid.uuid4().hex[:12], pickled.home)
     message = _message(run, function, pickled, config)
     try:
-        agent = agents.get({**message.environment, **(config.env or {})})
         run.begin(agent)
         _last = run
         agent.launch(message, pickled.fd, run)
@@ -153,8 +153,7 @@ def _launch(
         if block:
             run.wait()
     except KeyboardInterrupt:
-        run.abandon()
-        raise
+        raise run.abandon() from None
     return run
 
 

@@ -147,7 +147,7 @@ class Run:
                 self._tick()
         except KeyboardInterrupt:
             self._stop_here()
-            raise
+            raise self._interrupted() from None
         finally:
             self._waiting = False
         self._conclude()
@@ -166,12 +166,11 @@ class Run:
                 self._tick()
         except KeyboardInterrupt:
             self._stop_here()
-            raise
+            raise self._interrupted() from None
         except asyncio.CancelledError:
             self._stop_here()
             if _is_the_cell(asyncio.current_task()):
-                # ipykernel makes a cancellation of an interrupt; as one it is known to everybody
-                raise KeyboardInterrupt from None
+                raise self._interrupted() from None  # ipykernel makes a cancellation of an interrupt
             raise
         finally:
             self._waiting = False
@@ -202,10 +201,11 @@ class Run:
         self._view = open_view(self.state, self.config.dashboard, self.request_stop)
         self._view.start()
 
-    def abandon(self) -> None:
-        """The launch was cut short in this cell: end what has begun."""
+    def abandon(self) -> KeyboardInterrupt:
+        """The launch was interrupted in this cell: end what has begun; gives what to raise."""
         if not self._over:
             self._stop_here()
+        return self._interrupted()
 
     # ---- what the connection's thread brings
 
@@ -292,15 +292,25 @@ class Run:
         """Stop and wait for the end, however often the user presses again; each press makes it more urgent."""
         if self._agent is None:
             return
-        self.state.stopping()
-        self._agent.stop(self._id)
         deadline = time.monotonic() + _STOP_PATIENCE
+        presses, told = 0, -1
         while not self._over and time.monotonic() < deadline:
             try:
+                if told < presses:
+                    self._agent.stop(self._id, now=presses > 0)
+                    told = presses
+                    self.state.stopping()
                 self._happened.acquire(timeout=_TICK)
             except KeyboardInterrupt:
-                self._agent.stop(self._id, now=True)
+                presses += 1
         _uninterrupted(self._conclude)
+
+    def _interrupted(self) -> KeyboardInterrupt:
+        """An interrupt that IPython shows at once: another press while it renders a traceback would lose this one."""
+        error = KeyboardInterrupt(f"run {self.name!r} was stopped")
+        lines = [f"KeyboardInterrupt: run {self.name!r} was stopped after {self.state.elapsed:.1f} s"]
+        error._render_traceback_ = lambda: lines  # pyright: ignore[reportAttributeAccessIssue]
+        return error
 
     def _result_of(self, rank: int) -> Any:
         value = self._results[rank]
@@ -388,7 +398,7 @@ def _uninterrupted(call: Callable[[], None]) -> None:
 
 
 def _is_the_cell(task: asyncio.Task[Any] | None) -> bool:
-    """Whether this task is IPython's own, which runs the cell: then it was interrupted, not cancelled by the user's code."""
+    """Whether this task is IPython's own, which runs the cell: then it was interrupted, not cancelled by code."""
     coroutine = task.get_coro() if task is not None else None
     return getattr(coroutine, "__qualname__", "").endswith("run_cell_async")
 

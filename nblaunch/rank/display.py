@@ -129,7 +129,7 @@ def use_backend(displayer: Displayer) -> None:
 
 
 class RankShell:
-    """What `get_ipython()` gives in a rank: nothing works, and everything says why."""
+    """What `get_ipython()` gives a cell's function in a rank: nothing works, and everything says why."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):

@@ -20,12 +20,12 @@ def clear_inherited() -> None:
     atexit._clear()
     for finalizer in list(weakref.finalize._registry):  # pyright: ignore[reportAttributeAccessIssue]
         finalizer.atexit = False
-    multiprocessing.util._finalizer_registry.clear()
-    multiprocessing.util._run_after_forkers()
+    multiprocessing.util._finalizer_registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    multiprocessing.util._run_after_forkers()  # pyright: ignore[reportAttributeAccessIssue]
     # these three were registered when their modules were imported, before the fork; last registered, first run
     atexit.register(logging.shutdown)
     atexit.register(weakref.finalize._exitfunc)  # pyright: ignore[reportAttributeAccessIssue]
-    atexit.register(multiprocessing.util._exit_function)
+    atexit.register(multiprocessing.util._exit_function)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def end(reporter: Reporter, code: int) -> None:
@@ -34,11 +34,11 @@ def end(reporter: Reporter, code: int) -> None:
     The agent bounds the time that this may take.
     """
     try:
-        threading._shutdown()
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
         atexit._run_exitfuncs()
         _leave_process_group()
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         reporter.stop()
         for stream in (sys.stdout, sys.stderr):

@@ -12,20 +12,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nblaunch.wire import payload
+from nblaunch.wire.culprit import find_part
 from nblaunch.wire.messages import Failure, Frame
 
 _OURS = str(Path(__file__).parent) + os.sep
 _LARGEST_PICKLE = 1 << 24
 
 
-class ResultUnsendable(Exception):
-    """The return value can't be pickled."""
+def unsendable(value: object, error: Exception, rank: int, run: str) -> Failure:
+    """The return value can't be pickled: names the part of it that can't."""
+    text = find_part("the return value", value, error)
+    return Failure(rank, "result", time.time(), host=socket.gethostname(), message=text, run=run)
 
 
 def describe(error: BaseException, rank: int, run: str, labels: Mapping[int, int]) -> Failure:
     """All that the notebook needs to show `error` and to raise it again."""
-    if isinstance(error, ResultUnsendable):
-        return Failure(rank, "result", time.time(), host=socket.gethostname(), message=str(error), run=run)
     error = error.with_traceback(_without_ours(error.__traceback__))
     kind = type(error)
     name = (

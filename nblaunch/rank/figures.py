@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib import pyplot
 from matplotlib._pylab_helpers import Gcf
 from matplotlib.backends.backend_agg import FigureCanvasAgg as FigureCanvas
-from matplotlib.backends.backend_agg import new_figure_manager
+from matplotlib.backends.backend_agg import new_figure_manager  # pyright: ignore[reportAttributeAccessIssue]
 
 from nblaunch.rank import display
 

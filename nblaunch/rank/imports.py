@@ -29,7 +29,6 @@ def install_hooks(reporter: Reporter, message: Begin) -> None:
     """Change what is loaded, and watch for what is not."""
     displayer = display.Displayer(reporter, message.launch.run)
     builtins.display = displayer.display  # pyright: ignore[reportAttributeAccessIssue]
-    builtins.get_ipython = display.get_ipython  # pyright: ignore[reportAttributeAccessIssue]
     display.use_backend(displayer)
     hooks: dict[str, Hook] = {
         "tqdm.std": lambda module: bars.change_tqdm(module, reporter),

@@ -17,6 +17,7 @@ from nblaunch.config import from_mapping
 from nblaunch.rank import context, ending, failure, surroundings
 from nblaunch.rank.imports import install_hooks, installed_modules
 from nblaunch.rank.reporter import Reporter
+from nblaunch.training import devices
 from nblaunch.wire import payload
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.lifelines import die_with_parent
@@ -31,18 +32,18 @@ def begin(channel_fd: int, stdout_fd: int, stderr_fd: int, payload_fd: int) -> N
 
 def keep_stores(channel_fd: int) -> None:
     """Hold the process groups' stores of all runs, on loopback sockets that the agent bound; never returns."""
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     channel = Channel(socket.socket(fileno=channel_fd))
-    stores: dict[str, dist.TCPStore] = {}
+    stores: dict[str, TCPStore] = {}
     while not channel.closed:
         for frame in channel.wait():
             message = frame.open()
             if isinstance(message, OpenStore):
                 host, port = socket.socket(fileno=os.dup(frame.fds[0])).getsockname()
-                stores[message.run] = dist.TCPStore(
+                stores[message.run] = TCPStore(
                     host, port, is_master=True, wait_for_workers=False, master_listen_fd=frame.fds[0]
                 )
             elif isinstance(message, CloseStore):
@@ -52,8 +53,6 @@ def keep_stores(channel_fd: int) -> None:
 
 def take_census(channel_fd: int) -> None:
     """Tell the agent which accelerators there are; asking may start the driver, hence in a process of its own."""
-    from nblaunch.training import devices
-
     channel = Channel(socket.socket(fileno=channel_fd))
     found = devices.visible()
     backend = devices.backend_for(devices.device_for(0)) if found else "gloo"
@@ -74,16 +73,19 @@ def _run(channel_fd: int, stdout_fd: int, stderr_fd: int, payload_fd: int) -> No
     assert isinstance(message, Begin)
     reporter = Reporter(channel, message.rank, message.launch.run)
     code = 0
+    before = frozenset(sys.modules)
     try:
-        before = frozenset(sys.modules)
-        value, received = _call(message, reporter, payload_fd)
+        value = _call(message, reporter, payload_fd)
         reporter.finish()
         reporter.send(Imported(message.rank, installed_modules(before)))
-        _send_result(reporter, message, value, received)
-        reporter.send(State(message.rank, "returned", time.time()))
-        _await_dismissal(channel)
+        _return(channel, reporter, message, value)
     except BaseException as error:
-        code = _report(reporter, message, error)
+        reporter.finish()
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            _return(channel, reporter, message, None)
+        else:
+            reporter.send(failure.describe(error, message.rank, message.launch.run, _received.labels))
+            code = 1
     finally:
         ending.end(reporter, code)
 
@@ -91,47 +93,32 @@ def _run(channel_fd: int, stdout_fd: int, stderr_fd: int, payload_fd: int) -> No
 _received = payload.Received(print, (), {})
 
 
-def _call(message: Begin, reporter: Reporter, payload_fd: int) -> tuple[object, payload.Received]:
+def _call(message: Begin, reporter: Reporter, payload_fd: int) -> object:
     """Set the process up as the launch asks and run the user's function in it."""
     global _received
     launch = message.launch
     config = from_mapping(launch.config)
-    main = surroundings.fresh_main(launch.sources, payload_fd)
     surroundings.prepare(message, config)
+    main = surroundings.fresh_main(launch.sources, payload_fd)
     install_hooks(reporter, message)
+    if message.device.type != "cpu":
+        devices.bind(message.local_rank)
     world_size = int(message.environment["WORLD_SIZE"])
     context.enter(context.RankContext(config, message.rank, message.local_rank, world_size, reporter))
     reporter.start(message.device)
     _received = payload.load_call(payload_fd, main)
     reporter.send(State(message.rank, "running", time.time()))
-    return _received.function(*_received.args, **_received.kwargs), _received
+    return _received.function(*_received.args, **_received.kwargs)
 
 
-def _send_result(reporter: Reporter, message: Begin, value: object, received: payload.Received) -> None:
+def _return(channel: Channel, reporter: Reporter, message: Begin, value: object) -> None:
+    """Send the return value home, and stay until all ranks have returned: they may need this one's connections."""
+    run = message.launch.run
     try:
-        fd = payload.dump_home(value, received.labels)
+        reporter.send(Result(message.rank, run), (payload.dump_home(value, _received.labels),))
     except Exception as error:
-        from nblaunch.wire.culprit import find_part
-
-        what = find_part("the return value", value, error)
-        raise failure.ResultUnsendable(what) from None
-    reporter.send(Result(message.rank, message.launch.run), (fd,))
-
-
-def _report(reporter: Reporter, message: Begin, error: BaseException) -> int:
-    """Say why this rank did not return; gives the exit code."""
-    if isinstance(error, SystemExit) and error.code in (None, 0):
-        reporter.finish()
-        _send_result(reporter, message, None, _received)
-        reporter.send(State(message.rank, "returned", time.time()))
-        return 0
-    reporter.finish()
-    reporter.send(failure.describe(error, message.rank, message.launch.run, _received.labels))
-    return 1
-
-
-def _await_dismissal(channel: Channel) -> None:
-    """Stay until all ranks have returned: others may still need this one's connections."""
+        reporter.send(failure.unsendable(value, error, message.rank, run))
+    reporter.send(State(message.rank, "returned", time.time()))
     while not channel.closed:
         if any(isinstance(frame.open(), Dismiss) for frame in channel.wait()):
             return

@@ -305,7 +305,8 @@ def _number(name: str, value: Any) -> Any:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(
-            f"log({name}=...) got {type(value).__name__} {str(value)[:60]!r}, expected a number or a tensor of one element"
+            f"log({name}=...) got {type(value).__name__} {str(value)[:60]!r}, "
+            "expected a number or a tensor of one element"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Makes a rank's process look like the notebook as it is now: variables, folders, `__main__`, streams, threads, seeds."""
+"""Makes a rank's process look like the notebook now: variables, folders, `__main__`, streams, threads, seeds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from nblaunch.config import LaunchConfig
-from nblaunch.rank import cells, context
+from nblaunch.rank import cells, context, display
 from nblaunch.wire.lifelines import die_with_parent
 from nblaunch.wire.messages import Begin, Launch
 
@@ -40,7 +40,7 @@ def connect_streams(stdout_fd: int, stderr_fd: int) -> None:
     libc = ctypes.CDLL(None)
     libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _LINE_BUFFERED, ctypes.c_size_t(0))
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        stream = open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        stream = os.fdopen(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.stdin = sys.__stdin__ = _NoInput()
@@ -70,6 +70,8 @@ def fresh_main(sources: Mapping[str, str], payload_fd: int) -> types.ModuleType:
     main = types.ModuleType("__main__", "The notebook's names, as far as the function uses them.")
     main.__file__ = cells.__file__
     main.__builtins__ = builtins  # pyright: ignore[reportAttributeAccessIssue]
+    # for the cells alone: libraries that look for it among the builtins find none, as in any plain process
+    main.get_ipython = display.get_ipython  # pyright: ignore[reportAttributeAccessIssue]
     sys.modules["__main__"] = main
     os.environ[cells.PAYLOAD] = f"/proc/{os.getpid()}/fd/{payload_fd}"
     for name, text in sources.items():
@@ -151,13 +153,15 @@ def _category(name: str) -> type[Warning]:
 
 
 def _threads(count: int) -> None:
-    import threadpoolctl
     import torch
 
     torch.set_num_threads(count)
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, str(count))
-    threadpoolctl.threadpool_limits(count)
+    if count > 1:  # what is loaded by now was loaded with one thread
+        import threadpoolctl
+
+        threadpoolctl.threadpool_limits(count)
 
 
 def _seeds(seed: int) -> None:

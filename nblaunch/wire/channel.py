@@ -7,13 +7,16 @@ whoever receives them; METRICS and PROGRESS bodies are forwarded as they came.
 from __future__ import annotations
 
 import array
+import functools
+import operator
 import os
 import select
 import socket
 import struct
+import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Union
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,11 +29,12 @@ _HEADER = struct.Struct("<IBB")
 _LARGEST = 1 << 30
 _FDS_AT_ONCE = 64
 _READ = 1 << 18
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 _encoder = msgspec.msgpack.Encoder()
 _kinds = [kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)]
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    Union[tuple(kind for kind in _kinds if kind is not Message)]
+    functools.reduce(operator.or_, (kind for kind in _kinds if kind is not Message))
 )
 
 _LANES: dict[type[Message], int] = {messages.Metrics: METRICS, messages.Progress: PROGRESS}
@@ -57,8 +61,15 @@ class Frame(NamedTuple):
 
 
 def encode(message: Message, attachments: int = 0) -> bytes:
-    """The frame of `message`, whole."""
+    """The frame of `message`, whole.
+
+    Raises:
+        ValueError: It is larger than any receiver takes, or has text in it that is no Unicode.
+        TypeError: It has something in it that is no plain data.
+    """
     body = _encoder.encode(message)
+    if len(body) > _LARGEST:
+        raise ValueError(f"a {type(message).__name__} of {len(body):,} bytes is too large to be sent as a message")
     return _HEADER.pack(len(body), _LANES.get(type(message), TYPED), attachments) + body
 
 
@@ -82,7 +93,12 @@ class Channel:
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message and send what can be sent now; the channel owns `fds` from here on and closes them."""
-        self._queue(encode(message, len(fds)), list(fds))
+        try:
+            data = encode(message, len(fds))
+        except Exception:
+            _close_all(fds)
+            raise
+        self._queue(data, list(fds))
 
     def forward(self, frame: Frame) -> None:
         """Queue a frame as it came."""
@@ -99,18 +115,14 @@ class Channel:
         while self._out:
             data, fds = self._out[0]
             try:
-                if fds:
-                    sent = self._socket.sendmsg([data], [_rights(fds)])
-                else:
-                    sent = self._socket.send(data)
+                sent = self._socket.sendmsg([data], [_rights(fds)]) if fds else self._socket.send(data)
             except BlockingIOError:
                 return
             except OSError:
                 self._drop_queue()
                 return
             self.waiting -= sent
-            for fd in fds:
-                os.close(fd)
+            _close_all(fds)
             if sent == len(data):
                 self._out.popleft()
             else:
@@ -120,11 +132,14 @@ class Channel:
         """All frames that have arrived whole; sets `closed` at the end of the stream.
 
         Raises:
-            ChannelClosed: What came is no frame of ours; the connection is of no use any more.
+            ChannelClosed: What came is no frame of ours, or a descriptor could not be taken; the connection is of no
+                use any more.
         """
         while not self.closed:
             try:
-                data, ancillary, _, _ = self._socket.recvmsg(_READ, socket.CMSG_SPACE(4 * _FDS_AT_ONCE))
+                data, ancillary, flags, _ = self._socket.recvmsg(
+                    _READ, socket.CMSG_SPACE(4 * _FDS_AT_ONCE), _CLOSE_ON_EXEC
+                )
             except BlockingIOError:
                 break
             except OSError:
@@ -133,6 +148,8 @@ class Channel:
             for level, kind, payload in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     self._fds.extend(array.array("i", payload[: len(payload) - len(payload) % 4]))
+            if flags & socket.MSG_CTRUNC:
+                raise ChannelClosed("a descriptor was lost on its way: this process has too many open files")
             if not data:
                 self.closed = True
                 break
@@ -145,23 +162,24 @@ class Channel:
         """Like `receive`, but waits for at least one frame, the end of the stream, or `timeout` seconds."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
+        until = None if timeout is None else time.monotonic() + timeout
         while True:
             frames = self.receive()
             if frames or self.closed:
                 return frames
-            if not poll.poll(None if timeout is None else timeout * 1000):
+            left = None if until is None else max(0.0, until - time.monotonic()) * 1000
+            if not poll.poll(left):
                 return []
 
     def close(self) -> None:
         """Close the socket and every descriptor that was still to be sent or fetched."""
         self._drop_queue()
-        for fd in self._fds:
-            os.close(fd)
+        _close_all(self._fds)
         self._fds.clear()
         self._socket.close()
 
     def disown(self) -> None:
-        """This is a forked copy: leave the descriptor to whoever closes it, so that no finalizer closes its successor."""
+        """This is a forked copy: leave the descriptor to whoever closes it; no finalizer may close its successor."""
         self._socket.detach()
 
     def _split(self) -> list[Frame]:
@@ -170,6 +188,7 @@ class Channel:
         while len(self._in) - start >= _HEADER.size:
             length, lane, attachments = _HEADER.unpack_from(self._in, start)
             if length > _LARGEST or lane > PROGRESS:
+                _close_all(fd for frame in frames for fd in frame.fds)
                 raise ChannelClosed("what came over the connection is no message of nblaunch")
             end = start + _HEADER.size + length
             if len(self._in) < end or len(self._fds) < attachments:
@@ -182,8 +201,7 @@ class Channel:
 
     def _drop_queue(self) -> None:
         for _, fds in self._out:
-            for fd in fds:
-                os.close(fd)
+            _close_all(fds)
         self._out.clear()
         self.waiting = 0
 
@@ -198,3 +216,8 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def _rights(fds: list[int]) -> tuple[int, int, bytes]:
     return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes()
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

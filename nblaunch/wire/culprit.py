@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nblaunch.wire.payload import TensorPickler
 
 _SECONDS = 10.0
 _DEPTH = 30
@@ -17,19 +21,30 @@ def find_culprit(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: BaseException
 ) -> str:
     """One sentence: the path from the function or an argument to the thing that can't be pickled, and why not."""
+    from nblaunch.wire.payload import CallPickler
+
     for path, thing in [(_name(function), function), *_arguments(args, kwargs)]:
-        if _failure(thing) is not None:
-            return find_part(path, thing, error, "can't be sent to the ranks")
+        found = _explain(path, thing, CallPickler)
+        if found is not None:
+            return f"{found[0]} can't be sent to the ranks: {found[1]}"
     return f"{_name(function)} can't be sent to the ranks: {error}"
 
 
-def find_part(path: str, thing: Any, error: BaseException, verdict: str = "can't be sent to the notebook") -> str:
-    """One sentence: the path from `thing` to the part of it that can't be pickled, and why not."""
-    failure = _failure(thing)
+def find_part(path: str, thing: Any, error: BaseException) -> str:
+    """One sentence: the path from `thing`, on its way home, to the part of it that can't be pickled, and why not."""
+    from nblaunch.wire.payload import TensorPickler
+
+    where, why = _explain(path, thing, TensorPickler) or (path, error)
+    return f"{where} can't be sent to the notebook: {why}"
+
+
+def _explain(path: str, thing: Any, kind: type[TensorPickler]) -> tuple[str, str] | None:
+    """The path to the part that such a pickler can't take, and why not; None where it takes all."""
+    failure = _failure(thing, kind)
     if failure is None:
-        return f"{path} {verdict}: {error}"
-    steps, thing, failure = _descend([path], thing, failure, time.monotonic() + _SECONDS)
-    return f"{' -> '.join(steps)} {verdict}: {_why(thing, failure)}"
+        return None
+    steps, thing, failure = _descend([path], thing, failure, kind)
+    return " -> ".join(steps), _why(thing, failure)
 
 
 def largest_parts(
@@ -48,14 +63,17 @@ def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[s
     ]
 
 
-def _descend(steps: list[str], thing: Any, failure: Exception, until: float) -> tuple[list[str], Any, Exception]:
+def _descend(
+    steps: list[str], thing: Any, failure: Exception, kind: type[TensorPickler]
+) -> tuple[list[str], Any, Exception]:
     """Follow the first part that can't be pickled, as deep as there is one."""
+    until = time.monotonic() + _SECONDS
     seen = {id(thing)}
     while len(steps) < _DEPTH:
         for step, child in _children(thing):
             if time.monotonic() > until:
                 return steps, thing, failure
-            child_failure = None if id(child) in seen else _failure(child)
+            child_failure = None if id(child) in seen else _failure(child, kind)
             if child_failure is not None:
                 steps, thing, failure = _joined(steps, thing, step), child, child_failure
                 seen.add(id(child))
@@ -81,22 +99,27 @@ def _children(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from _children(thing.__func__)
     elif isinstance(thing, types.FunctionType):
         yield from _parts_of_function(thing)
+    elif isinstance(thing, functools.partial):
+        yield ".func", thing.func
+        yield from ((f".{step}", part) for step, part in _arguments(thing.args, thing.keywords))
     elif isinstance(thing, dict):
-        for key, value in thing.items():
-            yield f"[{key!r}]", value
+        yield from ((f"[{key!r}]", value) for key, value in thing.items())
     elif isinstance(thing, list | tuple | set | frozenset):
-        for index, value in enumerate(thing):
-            yield f"[{index}]", value
+        yield from ((f"[{index}]", value) for index, value in enumerate(thing))
     elif isinstance(thing, type):
-        for name, value in vars(thing).items():
-            if isinstance(value, staticmethod | classmethod):
-                yield f"method {name}", value.__func__
-            elif not isinstance(value, types.GetSetDescriptorType | types.MemberDescriptorType | property):
-                yield f"{'method' if callable(value) else 'attribute'} {name}", value
+        yield from _parts_of_class(thing)
     else:
         for name, value in _attributes(thing).items():
             yield f".{name}", value
         yield "class", type(thing)
+
+
+def _parts_of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(kind).items():
+        if isinstance(value, staticmethod | classmethod):
+            yield f"method {name}", value.__func__
+        elif not isinstance(value, types.GetSetDescriptorType | types.MemberDescriptorType | property):
+            yield f"{'method' if callable(value) else 'attribute'} {name}", value
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -110,6 +133,8 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
             yield f"global {name!r}", value
     for index, value in enumerate(function.__defaults__ or ()):
         yield f"default {index}", value
+    for name, value in (function.__kwdefaults__ or {}).items():
+        yield f"default {name!r}", value
 
 
 def _global_names(code: types.CodeType) -> set[str]:
@@ -128,14 +153,12 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
-def _failure(thing: Any) -> Exception | None:
+def _failure(thing: Any, kind: type[TensorPickler]) -> Exception | None:
     """Why this can't be pickled, or None if it can."""
-    from nblaunch.wire.payload import CallPickler
-
     if isinstance(thing, types.ModuleType | type(None) | int | float | str | bytes):
         return None
     try:
-        CallPickler(io.BytesIO(), lambda buffer: False).dump(thing)
+        kind(io.BytesIO(), lambda buffer: False).dump(thing)
     except Exception as error:
         return error
     return None

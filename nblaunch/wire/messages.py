@@ -214,7 +214,7 @@ class Failure(Message):
 
     rank: int
     kind: str
-    """"exception", "signal", "exit", "memory", "stopped", "collective", "result" (a return value that can't be sent)."""
+    """One of "exception", "signal", "exit", "memory", "stopped", "collective", and "result", which can't be sent."""
     time: float
     host: str = ""
     type: str = ""

@@ -3,8 +3,8 @@
 The file (a sealed memfd where there is one) holds a header, the pickle, and the buffers, each on a page of its own. A
 rank maps it privately: what it changes in a tensor is its own, what it only reads is shared with the other ranks.
 
-Functions and classes that go by value (those of a notebook's cells) carry a number. What a rank sends home names them by
-that number, so that the notebook gets its own class back and neither it nor its globals change (DESIGN.md, rule 4).
+Functions and classes that go by value (those of a notebook's cells) carry a number. What a rank sends home names them
+by that number, so that the notebook gets its own class back and neither it nor its globals change (DESIGN.md, rule 4).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import mmap
 import os
 import importlib
 import pickle
+import re
 import sys
 import tempfile
 import types
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,9 +54,9 @@ class Received:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    labels: dict[int, int] = field(default_factory=lambda: dict[int, int]())
+    labels: dict[int, int] = field(default_factory=dict[int, int])
     """`id` of a function or class that came with the payload to its number."""
-    labelled: list[Any] = field(default_factory=lambda: list[Any]())
+    labelled: list[Any] = field(default_factory=list[Any])
     """Those functions and classes, kept alive so that the ids stay theirs."""
 
 
@@ -78,7 +79,7 @@ def dump_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
     except Exception as error:
         raise PayloadError(find_culprit(function, args, kwargs, error)) from None
     fd, nbytes = _write(stream.getbuffer(), buffers)
-    return Payload(fd, nbytes, pickler.home, _sources(pickler.files))
+    return Payload(fd, nbytes, pickler.home, _sources(pickler.files, pickler.home.values()))
 
 
 def load_call(fd: int, main: types.ModuleType) -> Received:
@@ -129,14 +130,15 @@ class TensorPickler(cloudpickle.Pickler):
 
     def __init__(self, stream: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> None:
         # the C pickler looks the table up once, as it is made
-        self.dispatch_table = ChainMap({types.CodeType: self._reduce_code}, cloudpickle.Pickler.dispatch_table)
+        inherited: Any = cloudpickle.Pickler.dispatch_table
+        self.dispatch_table = ChainMap({types.CodeType: self._reduce_code}, inherited)
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
         self.files: set[str] = set()
         self._storages: dict[int, Any] = {}
 
     def _reduce_code(self, code: types.CodeType) -> tuple[Any, ...]:
         self.files.add(code.co_filename)
-        make, args = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+        make, args, *_ = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
         return make, tuple(code.co_filename if arg == "<dynamic-code>" else arg for arg in args)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -175,10 +177,17 @@ class CallPickler(TensorPickler):
         self.home: dict[int, Any] = {}
         self._main_globals = {"__name__": _MAIN}
         self.globals_ref[id(vars(sys.modules[_MAIN]))] = self._main_globals
+        self._shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
     def persistent_id(self, obj: Any) -> Any:
-        """The namespace of the notebook's functions is that of the rank's fresh `__main__`."""
-        return ("main",) if obj is self._main_globals else None
+        """The namespace of the notebook's functions is that of the rank's fresh `__main__`; its shell is the rank's."""
+        if obj is self._main_globals:
+            return ("main",)
+        if self._shell is None:
+            return None
+        if obj is self._shell:
+            return ("shell", "")
+        return ("shell", obj.__name__) if isinstance(obj, types.MethodType) and obj.__self__ is self._shell else None
 
     def reducer_override(self, obj: Any) -> Any:
         """Give functions and classes that go by value a number."""
@@ -227,7 +236,10 @@ class _CallUnpickler(pickle.Unpickler):
         self.labelled: list[Any] = []
 
     def persistent_load(self, pid: Any) -> Any:
-        return vars(self._main)
+        if pid[0] == "main":
+            return vars(self._main)
+        get_shell: Any = vars(self._main).get("get_ipython")  # what stands for the notebook's shell in a rank
+        return get_shell if pid[1] == "get_ipython" else get_shell() if not pid[1] else getattr(get_shell(), pid[1])
 
     def find_class(self, module: str, name: str, /) -> Any:
         if module == __name__ and name == _labelled.__name__:
@@ -351,7 +363,20 @@ def _align(offset: int) -> int:
     return -(-offset // _PAGE) * _PAGE
 
 
-def _sources(files: set[str]) -> dict[str, str]:
+def _sources(files: set[str], things: Iterable[Any]) -> dict[str, str]:
     """The text of those files that exist only in this process's linecache, as a notebook's cells do."""
-    texts = {name: "".join(linecache.getlines(name)) for name in files if not os.path.exists(name)}
+    classes = {thing.__name__ for thing in things if isinstance(thing, type) and thing.__module__ == _MAIN}
+    names = {name for name in files if not os.path.exists(name)} | _files_defining(classes)
+    texts = {name: "".join(linecache.getlines(name)) for name in sorted(names)}
     return {name: text for name, text in texts.items() if text}
+
+
+def _files_defining(classes: set[str]) -> set[str]:
+    """The newest cell that defines each class: a class without methods has no code that would tell."""
+    found: dict[str, str] = {}
+    for name, entry in list(linecache.cache.items()):
+        if len(entry) == 4 and entry[1] is None and not os.path.exists(name):
+            text = "".join(entry[2])
+            defined = set(re.findall(r"^[ \t]*class[ \t]+(\w+)", text, re.MULTILINE))
+            found.update(dict.fromkeys(classes & defined, name))
+    return set(found.values())

@@ -1,0 +1,1 @@
+"""The dashboard, tested from its messages."""
