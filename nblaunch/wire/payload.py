@@ -10,11 +10,11 @@ by that number, so that the notebook gets its own class back and neither it nor 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import io
 import linecache
 import mmap
 import os
-import importlib
 import pickle
 import re
 import sys
@@ -125,6 +125,10 @@ def load_home(source: int | bytes, home: Mapping[int, Any]) -> Any:
 # ---- picklers
 
 
+def _is_imported(module: types.ModuleType) -> bool:
+    return sys.modules.get(module.__name__) is module
+
+
 class TensorPickler(cloudpickle.Pickler):
     """cloudpickle with torch storages out of band, each once, and code objects that keep their file's name."""
 
@@ -143,7 +147,7 @@ class TensorPickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce storages here, and modules of other classes, such as `torch.ops`; leave the rest to cloudpickle."""
-        if isinstance(obj, types.ModuleType) and sys.modules.get(obj.__name__) is obj and type(obj) is not types.ModuleType:
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType and _is_imported(obj):
             return importlib.import_module, (obj.__name__,)
         torch = sys.modules.get("torch")
         if torch is not None and hasattr(torch, "storage"):

@@ -162,9 +162,7 @@ def test_in_a_launch_the_agent_ends_a_run_whose_ranks_differ(launch):
     with pytest.raises(RankError) as caught:
         launch(lambda: ops.gather(torch.ones(_rank() + 1, 2)))
     assert caught.value.kind == "collective"
-    assert "rank 0: gather number 0 of float32[1, 2]; rank 1: gather number 0 of float32[2, 2]" in str(
-        caught.value
-    )
+    assert "rank 0: gather number 0 of float32[1, 2]; rank 1: gather number 0 of float32[2, 2]" in str(caught.value)
 
 
 def test_in_a_launch_a_structure_that_differs_is_named(launch):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TRAINING = '''
+TRAINING = """
 import json
 import sys
 
@@ -79,7 +79,7 @@ def train(folder, precision):
     seen.append([round(value, 4) for value in whole["0.weight"][0].tolist()])
     seen.append(type(accelerator.unwrap_model(model)).__name__)
     return seen
-'''
+"""
 
 OURS = TRAINING.replace("from accelerate import", "from nblaunch import").replace(
     "from accelerate.utils import", "from nblaunch import"
