@@ -42,7 +42,7 @@ from nblaunch.training.options import (
     TorchDynamoPlugin,
 )
 from nblaunch.training.preparing import KINDS, Prepared, prepare_all
-from nblaunch.training.processes import settle, settled
+from nblaunch.training.processes import identity, settle, settled
 from nblaunch.training.scaling import Scaling
 from nblaunch.training.stepping import Stepping
 from nblaunch.training.tracking import Tracking
@@ -155,7 +155,8 @@ class Accelerator(Stepping, Keeping, Tracking):
         self.project_configuration = project_config or ProjectConfiguration()
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(project_dir)
-        self.gradient_state = GradientState(_windows(gradient_accumulation_steps, gradient_accumulation_plugin))
+        windows = _windows(gradient_accumulation_steps, gradient_accumulation_plugin)
+        self.gradient_state = GradientState(windows, identity().iterated)
         self._accumulation = Accumulation(self.gradient_state)
         self._scaling = None if self.precision.scaler is None else Scaling(self.precision.scaler)
         self._prepared = Prepared(
@@ -232,9 +233,9 @@ class Accelerator(Stepping, Keeping, Tracking):
             places = device_placement
         makers = (self.prepare_model, self.prepare_data_loader, self.prepare_optimizer, self.prepare_scheduler)
         done = prepare_all(args, places, dict(zip(KINDS, makers, strict=True)))
-        if self._prepared.models:
+        if any(isinstance(one, torch.nn.Module) for one in args):
             for optimizer in done:
-                if isinstance(optimizer, PreparedOptimizer):
+                if isinstance(optimizer, PreparedOptimizer):  # one that came alone is checked at its first step
                     self._prepared.check_parameters(optimizer)
         return done[0] if len(done) == 1 else tuple(done)
 
@@ -277,6 +278,7 @@ class Accelerator(Stepping, Keeping, Tracking):
             rng_types=self.rng_types,
         )
         self._prepared.loaders.append(prepared)
+        identity().loaders.add(prepared)
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -332,7 +334,8 @@ class Accelerator(Stepping, Keeping, Tracking):
             Nested tensors of the same form; or a flat list of objects.
         """
         active = self.gradient_state.active_dataloader
-        return metrics.gather_for_metrics(input_data, self._prepared.loaders, active, loader, use_gather_object)
+        loaders = self._prepared.loaders or list(identity().loaders)  # maybe another Accelerator prepared them
+        return metrics.gather_for_metrics(input_data, loaders, active, loader, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """See `nblaunch.ops.reduce`."""

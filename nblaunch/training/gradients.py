@@ -27,13 +27,21 @@ class GradientState:
 
     One belongs to each `Accelerator`; whatever it prepares holds it. Loaders add themselves while they are
     iterated over, the innermost last. They are held weakly.
+
+    Args:
+        gradient_accumulation_plugin: How gradients are accumulated.
+        iterated: Where the loaders that are being iterated over are kept, where several states share that.
     """
 
-    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+    def __init__(
+        self,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        iterated: list[weakref.ref[Any]] | None = None,
+    ) -> None:
         self.plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
         self.sync_gradients = True
         """Whether the present backward exchanges gradients and optimizers act."""
-        self._loaders: list[weakref.ref[IteratedLoader]] = []
+        self._loaders: list[weakref.ref[IteratedLoader]] = [] if iterated is None else iterated
 
     @property
     def num_steps(self) -> int:
@@ -93,7 +101,7 @@ class GradientState:
 
     def _remove_dataloader(self, loader: IteratedLoader) -> None:
         others = ((reference, reference()) for reference in self._loaders)
-        self._loaders = [reference for reference, other in others if other is not None and other is not loader]
+        self._loaders[:] = [reference for reference, other in others if other is not None and other is not loader]
 
     def __repr__(self) -> str:
         return (

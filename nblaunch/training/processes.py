@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 import os
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,10 @@ class Identity:
     """What the environment said when this was found out."""
     settings: dict[str, str] = field(default_factory=dict[str, str])
     """What the first `Accelerator` decided for all of this process."""
+    iterated: list[weakref.ref[Any]] = field(default_factory=list[weakref.ref[Any]])
+    """The prepared loaders that are being iterated over, outermost first, whichever `Accelerator` prepared them."""
+    loaders: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet[Any])
+    """All prepared loaders."""
 
 
 _identity: Identity | None = None

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from nblaunch.errors import CollectiveError
 from nblaunch.training.accelerator import Accelerator
@@ -206,3 +207,14 @@ def test_a_second_accelerator_shares_the_group_and_may_not_contradict(launch):
         return True
 
     assert launch(twice) == [True, True]
+
+
+def test_a_second_accelerator_knows_the_loaders_of_the_first(launch):
+    """As in a function for evaluation that makes an Accelerator of its own."""
+
+    def evaluate():
+        loader = Accelerator().prepare(DataLoader(torch.arange(5), batch_size=2))
+        second = Accelerator()
+        return [x for batch in loader for x in second.gather_for_metrics(batch).tolist()]
+
+    assert launch(evaluate) == [[0, 1, 2, 3, 4]] * 2

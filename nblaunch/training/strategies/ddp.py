@@ -76,7 +76,8 @@ class DataParallel(Strategy):
             return model
         if self.options.sync_batch_norm:
             model = SyncBatchNorm.convert_sync_batchnorm(model)
-        ids = None if device.type == "cpu" else [device.index]
+        places = {parameter.device for parameter in model.parameters()}
+        ids = [device.index] if places == {device} and device.type != "cpu" else None
         wrapped = ParallelModule(model, device_ids=ids, output_device=None if ids is None else ids[0], **self._kwargs)
         self._compress(wrapped)
         return wrapped
