@@ -96,8 +96,10 @@ def _torchrun(width: int, steps: int) -> float:
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
+    if result.returncode:
+        raise SystemExit(f"torchrun failed:\n{result.stderr}")
     return float(result.stdout.split("rate ")[1].split()[0])
 
 
