@@ -30,6 +30,22 @@ class AgentError(NblaunchError):
     """The agent, the process that starts the ranks, could not start or died."""
 
 
+class CollectiveError(NblaunchError, RuntimeError):
+    """The ranks did different things where all must do the same, or one of them failed at it."""
+
+
+class UnpreparedError(NblaunchError, ValueError):
+    """A model or an optimizer was used that should have gone through `Accelerator.prepare` first."""
+
+
+class UnusedParametersError(NblaunchError, RuntimeError):
+    """The last loss did not depend on some parameters, so their gradients were never exchanged."""
+
+
+class CheckpointError(NblaunchError, RuntimeError):
+    """A checkpoint can't be written, or is not whole, or is of something else."""
+
+
 class RankError(NblaunchError):
     """A rank did not return. Its own exception, where it could be rebuilt here, is the `__cause__`.
 

@@ -10,6 +10,7 @@ by that number, so that the notebook gets its own class back and neither it nor 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import io
 import linecache
 import mmap
@@ -124,6 +125,10 @@ def load_home(source: int | bytes, home: Mapping[int, Any]) -> Any:
 # ---- picklers
 
 
+def _is_imported(module: types.ModuleType) -> bool:
+    return sys.modules.get(module.__name__) is module
+
+
 class TensorPickler(cloudpickle.Pickler):
     """cloudpickle with torch storages out of band, each once, and code objects that keep their file's name."""
 
@@ -141,7 +146,9 @@ class TensorPickler(cloudpickle.Pickler):
         return make, tuple(code.co_filename if arg == "<dynamic-code>" else arg for arg in args)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce storages here, and leave the rest to cloudpickle."""
+        """Reduce storages here, and modules of other classes, such as `torch.ops`; leave the rest to cloudpickle."""
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType and _is_imported(obj):
+            return importlib.import_module, (obj.__name__,)
         torch = sys.modules.get("torch")
         if torch is not None and hasattr(torch, "storage"):
             if isinstance(obj, torch.storage.TypedStorage):

@@ -300,3 +300,8 @@ def test_plain_data_is_the_same_there_and_back(value):
 def test_a_partial_and_a_bound_method_can_be_launched():
     assert sent(functools.partial(int, base=2))[0]("101") == 5
     assert sent("abc".upper)[0]() == "ABC"
+
+
+def test_modules_of_other_classes_go_by_name():
+    [again] = sent(torch.ops)
+    assert again is torch.ops
