@@ -141,6 +141,8 @@ class Accelerator(Stepping, Keeping, Tracking):
             handlers.get(AORecipeKwargs),
         )
         launch = context.current()
+        if launch is not None:
+            precision.leave_launchers_autocast(self.device)
         self.strategy = strategies.make(
             "auto" if launch is None else launch.config.strategy,
             self.num_processes,

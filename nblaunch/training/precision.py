@@ -128,6 +128,12 @@ class Float8(BFloat16):
         return convert_to_float8(model, self.recipe)
 
 
+def leave_launchers_autocast(device: torch.device) -> None:
+    """End the autocast that a launch in bf16 switches on for functions without an Accelerator, for this thread."""
+    torch.set_autocast_enabled(device.type, False)
+    torch.set_autocast_cache_enabled(True)
+
+
 def chosen(argument: str | None) -> str:
     """The precision's name: the argument, else the launch's, else `ACCELERATE_MIXED_PRECISION`, else "no".
 
