@@ -205,7 +205,7 @@ def _at_least(name: str, value: int | None, least: int) -> None:
         raise ConfigError(f"{name}={value} makes no sense; it must be at least {least}")
 
 
-# ---- the table of variables that count at process start (DESIGN.md, rule 3)
+# ---- the table of variables that count at process start
 
 Effect = Literal["rank", "agent"]
 

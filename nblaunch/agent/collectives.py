@@ -1,4 +1,4 @@
-"""Compares what the ranks say before each collective of `nblaunch.ops` (DESIGN.md, rule 12)."""
+"""Compares what the ranks say before each collective of `nblaunch.ops`."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def is_symptom(failure: Failure) -> bool:
 
 
 def root_cause(failures: list[Failure], stopped: Mapping[int, float]) -> Failure | None:
-    """The failure that explains the others (DESIGN.md, rule 8).
+    """The failure that explains the others.
 
     Args:
         failures: What is known, in any order.

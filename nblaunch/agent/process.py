@@ -159,10 +159,15 @@ class RankProcess:
             self._loop.forget(self.channel.fileno())
             self.channel.close()
 
+    def flush(self) -> None:
+        """Tell all that it wrote: there will be no more."""
+        for stream in self.streams:
+            stream.teller.flush(at_once=True)
+
     def last_lines(self) -> list[str]:
         """The newest lines that it wrote to stderr, or to stdout if it wrote none there."""
+        self.flush()
         for stream in reversed(self.streams):
-            stream.teller.flush(at_once=True)
             if stream.teller.tail:
                 return policy.crash_lines(list(stream.teller.tail))[-_LAST_LINES:]
         return []

@@ -12,10 +12,12 @@ import msgspec
 
 from nblaunch.agent import launching, policy
 from nblaunch.agent.collectives import CollectiveCheck
-from nblaunch.agent.folder import RunFolder, prune
+from nblaunch.agent.folder import prune
 from nblaunch.agent.loop import Loop, Timer
 from nblaunch.agent.process import RankProcess
 from nblaunch.agent.starting import Starter
+from nblaunch.agent.stopping import Stopping
+from nblaunch.agent.telling import Telling
 from nblaunch.config import from_mapping
 from nblaunch.wire.channel import METRICS, PROGRESS, Frame
 from nblaunch.wire.messages import (
@@ -23,23 +25,15 @@ from nblaunch.wire.messages import (
     Dismiss,
     Display,
     Failure,
-    Finished,
     Fork,
     Imported,
     Launch,
     Message,
     Notice,
-    Output,
-    RankUpdate,
     Result,
     Started,
     State,
 )
-
-STOP_WAITS = {"asked": (1.0, 0.5), "failed": (0.3, 0.2)}
-"""Why ranks are stopped, to the seconds after SIGINT before SIGTERM, and after that before SIGKILL."""
-TELL_SECONDS = 0.05
-"""How long lines wait for more of their kind before they go to the kernel."""
 
 
 class Surroundings(Protocol):
@@ -94,12 +88,10 @@ class AgentRun:
         self._attempt = 0
         self._timers: list[Timer] = []
         self._stop_asked = False
-        self._flush_timer: Timer | None = None
         self._ranks: dict[int, RankProcess] = {}
         self._starter = Starter(launch, self.config, plan, payload)
-        name = self.config.name or "run"
         try:
-            self._folder = RunFolder(launch, name, self.config.run_limit_bytes, plan.ranks, self._warn)
+            self._telling = Telling(launch, self.config, plan.ranks, self._loop, server.tell)
         except OSError:
             self._starter.free_port()
             raise
@@ -114,10 +106,11 @@ class AgentRun:
             self._server.open_store(self.launch.run, store)
         self._checks = CollectiveCheck(self._plan.ranks)
         self._failures: list[Failure] = []
-        self._stopping = ""
         self._finished = False
         self._begun = time.time()
         self._ranks = {rank: self._prepared(rank) for rank in self._plan.ranks}
+        self._stopping = Stopping(self._loop, self._ranks.values())
+        self._telling.tellers = lambda: [s.teller for process in self._ranks.values() for s in process.streams]
         if self._method == "fork":
             run, payload = self.launch.run, self._starter.payload
             requests = [(Fork(run, "rank", p.rank), p.rank_fds(payload())) for p in self._ranks.values()]
@@ -128,7 +121,7 @@ class AgentRun:
 
     def _prepared(self, rank: int) -> RankProcess:
         """A rank's channel and pipes, with what it will be told on its way already."""
-        process = RankProcess(rank, self._loop, self._told, self._wrote)
+        process = RankProcess(rank, self._loop, self._telling.lines, self._telling.wrote)
         process.watch(lambda frame: self._on_frame(process, frame), lambda: self._on_death(process))
         process.say(self._starter.begin(rank, self._attempt))
         return process
@@ -142,15 +135,15 @@ class AgentRun:
         process = self._ranks[rank]
         if pid:
             process.born(pid)
-            if self._stopping:
-                self._escalate(process, signal.SIGKILL)
-        elif self._stopping:
+            self._stopping.born(process)
+        elif self._stopping.why:
             process.unborn = True
             self._finish_if_over()
         else:
-            self._warn(f"rank {rank} is started in a fresh interpreter, which takes seconds: {dirty}")
+            self._telling.warn(f"rank {rank} is started in a fresh interpreter, which takes seconds: {dirty}")
             process.close()
             self._ranks[rank] = self._prepared(rank)
+            self._stopping.replace(process, self._ranks[rank])
             self._exec(self._ranks[rank])
         if pid and all(other.pid for other in self._ranks.values()):
             self._tell_started()
@@ -158,7 +151,7 @@ class AgentRun:
     def _tell_started(self) -> None:
         message = Started(
             self.launch.run,
-            str(self._folder.path),
+            str(self._telling.folder.path),
             self._plan.world_size,
             self._plan.ranks,
             [process.pid for process in self._ranks.values()],
@@ -167,14 +160,13 @@ class AgentRun:
             self._method,
             self._begun,
         )
-        self._folder.event(message)
-        self._server.tell(message)
+        self._telling.event(message)
 
     # ---- what ranks say
 
     def _on_frame(self, process: RankProcess, frame: Frame) -> None:
         if frame.lane == METRICS:
-            self._folder.metrics(frame.body)
+            self._telling.folder.metrics(frame.body)
             self._server.forward(frame, self.launch.run, process.rank)
         elif frame.lane == PROGRESS:
             self._server.forward(frame, self.launch.run, process.rank)
@@ -206,10 +198,10 @@ class AgentRun:
             case Imported():
                 self._server.imported(message.modules, self.launch)
             case Display() | Notice():
-                self._folder.event(message)
+                self._telling.folder.event(message)
                 self._server.forward(frame, self.launch.run, process.rank)
             case _:
-                self._warn(f"rank {process.rank} sent a {type(message).__name__}, which is not for the agent")
+                self._telling.warn(f"rank {process.rank} sent a {type(message).__name__}, which is not for the agent")
 
     def _returned(self, process: RankProcess) -> None:
         missing = self._checks.ended(process.rank)
@@ -223,7 +215,7 @@ class AgentRun:
     def _end_late(self) -> None:
         for process in self._ranks.values():
             if process.alive:
-                self._warn(
+                self._telling.warn(
                     f"rank {process.rank} did not end within {self.config.exit_timeout:g} s of the last return "
                     "(its exit handlers or threads still ran) and was stopped; its result is here"
                 )
@@ -234,11 +226,13 @@ class AgentRun:
     def _on_death(self, process: RankProcess) -> None:
         pid = process.pid
         status = process.reap()
-        self._flush_rank(process)
+        process.flush()
         if process.state == "returned":
-            if os.WIFSIGNALED(status) and not self._stopping and os.WTERMSIG(status) != signal.SIGKILL:
+            if os.WIFSIGNALED(status) and not self._stopping.why and os.WTERMSIG(status) != signal.SIGKILL:
                 name = policy.signal_name(os.WTERMSIG(status))
-                self._warn(f"rank {process.rank} (pid {pid}) was killed by {name} as it ended; its result is here")
+                self._telling.warn(
+                    f"rank {process.rank} (pid {pid}) was killed by {name} as it ended; its result is here"
+                )
         elif process.failure is None:
             self._failed(process, self._meaning_of(process, status))
         if process.state == "returned":
@@ -261,7 +255,7 @@ class AgentRun:
         """Something went wrong in a rank: note it, and stop the others once the cause is known."""
         if failure.kind == "result":
             self._failures.append(failure)
-            self._folder.event(failure)
+            self._telling.folder.event(failure)
             return  # the rank goes on as one that has returned
         failure.host = failure.host or socket.gethostname()
         failure.run = self.launch.run
@@ -269,13 +263,13 @@ class AgentRun:
         if failure.kind == "stopped" and process.told_to_stop_at is None:
             failure.kind = "exception"  # a KeyboardInterrupt that nobody asked for
         self._failures.append(failure)
-        self._folder.event(failure)
+        self._telling.folder.event(failure)
         stopped = failure.kind == "stopped"
         self._set_state(process, "stopped" if stopped else "failed", failure.time, failure.message)
         if failure.symptom:
-            self._timers.append(self._loop.later(policy.SYMPTOM_PATIENCE, lambda: self.stop_ranks("failed")))
+            self._timers.append(self._loop.later(policy.SYMPTOM_PATIENCE, lambda: self._stopping.begin("failed")))
         elif not stopped:
-            self.stop_ranks("failed")
+            self._stopping.begin("failed")
 
     # ---- stop
 
@@ -285,13 +279,11 @@ class AgentRun:
         if now:
             self.kill()
         else:
-            self.stop_ranks("asked")
+            self._stopping.begin("asked")
 
     def kill(self) -> None:
         """End every process of the run at once."""
-        self._stopping = self._stopping or "asked"
-        for process in self._ranks.values():
-            self._escalate(process, signal.SIGKILL)
+        self._stopping.kill()
         self._finish_if_over()
 
     def abandon(self) -> None:
@@ -302,36 +294,12 @@ class AgentRun:
         for process in self._ranks.values():
             for stream in process.streams:
                 stream.drain()
-        notice = Notice("the notebook's kernel ended, and the run with it", "warning", run=self.launch.run)
-        self._folder.event(notice)
-        self._folder.event(Finished(self.launch.run, "stopped", time.time()))
-        self._folder.close()
+        self._telling.abandoned()
 
     @property
     def pids(self) -> list[int]:
         """The processes whose status this run takes itself."""
         return [process.pid for process in self._ranks.values() if process.alive]
-
-    def stop_ranks(self, why: str) -> None:
-        """SIGINT, SIGTERM, SIGKILL, each wait bounded; a rank that has failed gets time to end by itself."""
-        if self._stopping:
-            return
-        self._stopping = why
-        first, second = STOP_WAITS[why]
-        for process in self._ranks.values():
-            if process.failure is None:
-                self._escalate(process, signal.SIGINT)
-        for wait, number in ((first, signal.SIGTERM), (first + second, signal.SIGKILL)):
-            self._timers.append(self._loop.later(wait, lambda number=number: self._escalate_all(number)))
-
-    def _escalate_all(self, number: signal.Signals) -> None:
-        for process in self._ranks.values():
-            self._escalate(process, number)
-
-    def _escalate(self, process: RankProcess, number: signal.Signals) -> None:
-        if process.alive:
-            process.told_to_stop_at = process.told_to_stop_at or time.time()
-            process.signal(number)
 
     # ---- end
 
@@ -344,7 +312,7 @@ class AgentRun:
         restarts_left = self.config.max_restarts - self._attempt
         if cause is not None and cause.kind != "result" and not self._stop_asked and restarts_left > 0:
             self._attempt += 1
-            self._warn(
+            self._telling.warn(
                 f"rank {cause.rank} failed ({cause.type or cause.kind}: {cause.message}); all ranks start again, "
                 f"restart {self._attempt} of {self.config.max_restarts}"
             )
@@ -353,15 +321,10 @@ class AgentRun:
         returned = all(process.state == "ended" for process in self._ranks.values())
         status = "done" if returned and not self._failures else "stopped" if self._stop_asked else "failed"
         others = [failure for failure in self._failures if failure is not cause]
-        finished = Finished(
-            self.launch.run, status, time.time(), None if status != "failed" else cause, _folded(others)
-        )
-        self._folder.event(finished)
-        self._folder.close()
         self._starter.close()
-        self._server.tell(finished)
+        self._telling.finished(status, cause if status == "failed" else None, _folded(others))
         self._server.ended(self)
-        prune(self._folder.path.parent, self.config.keep_runs)
+        prune(self._telling.folder.path.parent, self.config.keep_runs)
 
     def _cause(self) -> Failure | None:
         stopped = {p.rank: p.told_to_stop_at for p in self._ranks.values() if p.told_to_stop_at is not None}
@@ -371,42 +334,16 @@ class AgentRun:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
+        self._stopping.end()
         self._server.close_store(self.launch.run)
         for process in self._ranks.values():
             process.close()
 
-    # ---- to the kernel
+    # ---- told
 
     def _set_state(self, process: RankProcess, state: str, when: float, detail: str = "") -> None:
         process.state = state
-        message = RankUpdate(self.launch.run, process.rank, state, when, detail)
-        self._folder.event(message)
-        self._server.tell(message)
-
-    def _warn(self, text: str) -> None:
-        notice = Notice(text, "warning", run=self.launch.run)
-        self._server.tell(notice)
-        if hasattr(self, "_folder"):
-            self._folder.event(notice)
-
-    def _told(self, rank: int, stream: str, lines: list[str], skipped: int) -> None:
-        self._server.tell(Output(self.launch.run, rank, stream, lines, skipped))
-
-    def _wrote(self, rank: int, lines: bytes) -> None:
-        self._folder.log(rank, lines)
-        if self._flush_timer is None:
-            self._flush_timer = self._loop.later(TELL_SECONDS, self._flush_output)
-
-    def _flush_output(self) -> None:
-        """Pass on what the ranks wrote; what the rate does not allow yet waits for the next time."""
-        self._flush_timer = None
-        streams = [stream for process in self._ranks.values() for stream in process.streams]
-        if not all([stream.teller.flush() for stream in streams]):
-            self._flush_timer = self._loop.later(TELL_SECONDS, self._flush_output)
-
-    def _flush_rank(self, process: RankProcess) -> None:
-        for stream in process.streams:
-            stream.teller.flush(at_once=True)
+        self._telling.state(process.rank, state, when, detail)
 
 
 def _folded(failures: list[Failure]) -> list[Failure]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,8 @@ from nblaunch.dashboard.state import RunState
 from nblaunch.errors import AgentError, ConfigError, NblaunchError, RankError, ResultError
 from nblaunch.kernel.metrics import MetricsTable
 from nblaunch.kernel.output import CellOutput
-from nblaunch.wire import payload
+from nblaunch.kernel.results import Results
+from nblaunch.kernel.waiting import Bell, is_the_cell, present_cell, uninterrupted
 from nblaunch.wire.messages import Display, Failure, Finished, Message, Output, Refused, Result, Started
 
 if TYPE_CHECKING:
@@ -46,14 +46,12 @@ class Run:
         self.state = RunState(name, config)
         """What the dashboard shows, as plain data."""
         self._id = run_id
-        self._home = home or {}
         self._owner = os.getpid()
         self._agent: Agent | None = None
-        self._results: dict[int, Any] = {}
+        self._results = Results(home or {})
         self._error: NblaunchError | None = None
         self._over = False
-        self._happened = threading.Lock()
-        self._happened.acquire()
+        self._happened = Bell()
         self._output = CellOutput(config.prefix, config.node_rank * (config.num_processes or 0))
         self._view: View | None = None
         self._other_views: list[View] = []
@@ -87,11 +85,10 @@ class Run:
             ResultError: A value could not be rebuilt here, or the run was loaded from its folder or is not done.
         """
         self._raise_if_failed()
-        missing = [rank for rank in self.state.ranks if rank not in self._results]
-        if missing or not self._results:
+        if not self._results.ranks or set(self.state.ranks) - set(self._results.ranks):
             why = "is not done" if not self._over and self._id else "was stopped or comes from its folder"
             raise ResultError(f"there are no results: run {self.name!r} {why} (status {self.status})")
-        return [self._result_of(rank) for rank in sorted(self._results)]
+        return [self._results.of(rank) for rank in self._results.ranks]
 
     @property
     def result(self) -> Any:
@@ -145,7 +142,7 @@ class Run:
                 left = _TICK if deadline is None else min(_TICK, deadline - time.monotonic())
                 if left <= 0:
                     raise TimeoutError(f"run {self.name!r} has not ended within {timeout} s; it goes on")
-                self._happened.acquire(timeout=left)
+                self._happened.wait(left)
                 self._tick()
         except KeyboardInterrupt:
             self._stop_here()
@@ -171,7 +168,7 @@ class Run:
             raise self._interrupted() from None
         except asyncio.CancelledError:
             self._stop_here()
-            if _is_the_cell(asyncio.current_task()):
+            if is_the_cell(asyncio.current_task()):
                 raise self._interrupted() from None  # ipykernel makes a cancellation of an interrupt
             raise
         finally:
@@ -199,7 +196,7 @@ class Run:
 
     def show(self) -> None:
         """Open the view in this cell."""
-        self._cell = _present_cell()
+        self._cell = present_cell()
         self._view = open_view(self.state, self.config.dashboard, self.request_stop)
         self._view.start()
 
@@ -215,10 +212,7 @@ class Run:
         """Take in one message of this run."""
         match message:
             case Result():
-                former = self._results.get(message.rank)
-                if isinstance(former, int):
-                    os.close(former)  # of an attempt that was started again
-                self._results[message.rank] = fds[0]
+                self._results.add(message.rank, fds[0])
                 return
             case Refused():
                 kind = {"config": ConfigError, "stopped": NblaunchError}.get(message.kind, AgentError)
@@ -228,7 +222,7 @@ class Run:
                 self._output.add(message)
             case Started():
                 self.state.apply(message)
-                self._notify()
+                self._happened.ring()
                 return
             case _:
                 pass
@@ -237,7 +231,7 @@ class Run:
             cause = message.cause
             self._end(None if cause is None else self._error_of(cause, message.others), message.status)
         elif isinstance(message, Output | Display):
-            self._notify()
+            self._happened.ring()
 
     def agent_lost(self, error: AgentError) -> None:
         """The agent ended before the run did."""
@@ -253,7 +247,7 @@ class Run:
         if self._agent is not None:
             self._agent.finished(self._id)
         self._over = True
-        self._notify()
+        self._happened.ring()
         for view in self._other_views:
             view.finish()
         if not self._waiting and self._view is not None:
@@ -263,24 +257,8 @@ class Run:
         if cause.kind == "result":
             return ResultError(f"rank {cause.rank}: {cause.message}")
         error = RankError(cause, others, self.state.folder)
-        error.__cause__ = self._rebuild(cause)
+        error.__cause__ = self._results.exception(cause)
         return error
-
-    def _rebuild(self, cause: Failure) -> BaseException | None:
-        """The rank's own exception, if it can be made here; its text is known in any case."""
-        if not cause.pickled:
-            return None
-        try:
-            exception = payload.load_home(cause.pickled, self._home)
-        except Exception:
-            return None
-        return exception if isinstance(exception, BaseException) else None
-
-    def _notify(self) -> None:
-        try:
-            self._happened.release()
-        except RuntimeError:
-            return  # whoever waits has not looked yet
 
     # ---- in the cell's thread
 
@@ -307,10 +285,10 @@ class Run:
                     self._agent.stop(self._id, now=presses > 0)
                     told = presses
                     self.state.stopping()
-                self._happened.acquire(timeout=_TICK)
+                self._happened.wait(_TICK)
             except KeyboardInterrupt:
                 presses += 1
-        _uninterrupted(self._conclude)
+        uninterrupted(self._conclude)
 
     def _interrupted(self) -> KeyboardInterrupt:
         """An interrupt that IPython shows at once: another press while it renders a traceback would lose this one."""
@@ -319,19 +297,6 @@ class Run:
         error._render_traceback_ = lambda: lines  # pyright: ignore[reportAttributeAccessIssue]
         return error
 
-    def _result_of(self, rank: int) -> Any:
-        value = self._results[rank]
-        if isinstance(value, _Rebuilt):
-            return value.value
-        try:
-            rebuilt = payload.load_home(value, self._home)
-        except Exception as error:
-            text = f"what rank {rank} returned can't be rebuilt here: {type(error).__name__}: {error}"
-            self._error = ResultError(text)
-            raise self._error from error
-        self._results[rank] = _Rebuilt(rebuilt)
-        return rebuilt
-
     def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise self._error
@@ -339,12 +304,6 @@ class Run:
     def _only_here(self) -> None:
         if os.getpid() != self._owner:
             raise NblaunchError("this Run belongs to another process: it can be waited for and stopped only there")
-
-    def __del__(self) -> None:
-        if os.getpid() == self._owner:
-            for value in self._results.values():
-                if isinstance(value, int):
-                    os.close(value)
 
     # ---- how it looks
 
@@ -371,15 +330,10 @@ class Run:
             view.start()
 
     def _is_shown_here(self) -> bool:
-        return self._view is not None and self._cell == _present_cell()
+        return self._view is not None and self._cell == present_cell()
 
     def __reduce__(self) -> Any:
         raise TypeError("a Run can't be pickled; pass run.results, run.metrics, or the path of its folder")
-
-
-class _Rebuilt:
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 def load_run(path: str | Path) -> Run:
@@ -403,27 +357,3 @@ def load_run(path: str | Path) -> Run:
         run.state.apply(batch)
     run.state.folder = str(path.resolve())
     return run
-
-
-def _uninterrupted(call: Callable[[], None]) -> None:
-    """Make a short call whatever the user presses meanwhile; what it has done already, it does not do again."""
-    for _ in range(5):
-        try:
-            call()
-        except KeyboardInterrupt:
-            continue
-        return
-
-
-def _is_the_cell(task: asyncio.Task[Any] | None) -> bool:
-    """Whether this task is IPython's own, which runs the cell: then it was interrupted, not cancelled by code."""
-    coroutine = task.get_coro() if task is not None else None
-    return getattr(coroutine, "__qualname__", "").endswith("run_cell_async")
-
-
-def _present_cell() -> Any:
-    """What tells one execution of a cell from another; None outside IPython."""
-    import sys
-
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return None if shell is None else shell.execution_count

@@ -1,4 +1,4 @@
-"""How a rank ends: in order, with its own exit handlers and without those that it inherited (DESIGN.md, rule 11)."""
+"""How a rank ends: in order, with its own exit handlers and without those that it inherited."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ class Progress(Message):
 
 
 class Collective(Message):
-    """A rank is about to enter a collective of `nblaunch.ops` (DESIGN.md, rule 12)."""
+    """A rank is about to enter a collective of `nblaunch.ops`."""
 
     rank: int
     number: int

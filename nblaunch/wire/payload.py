@@ -1,10 +1,10 @@
 """What travels to the ranks and what comes home: pickled once, large buffers beside the pickle, mapped, not copied.
 
-The file (a sealed memfd where there is one) holds a header, the pickle, and the buffers, each on a page of its own. A
-rank maps it privately: what it changes in a tensor is its own, what it only reads is shared with the other ranks.
+A rank maps the file (sealed.py) privately: what it changes in a tensor is its own, what it only reads is shared with
+the other ranks.
 
 Functions and classes that go by value (those of a notebook's cells) carry a number. What a rank sends home names them
-by that number, so that the notebook gets its own class back and neither it nor its globals change (DESIGN.md, rule 4).
+by that number, so that the notebook gets its own class back and neither it nor its globals change.
 """
 
 from __future__ import annotations
@@ -12,27 +12,22 @@ from __future__ import annotations
 import ctypes
 import importlib
 import io
-import linecache
-import mmap
 import os
 import pickle
-import re
 import sys
-import tempfile
 import types
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
-import msgspec
 
 from nblaunch.errors import PayloadError
+from nblaunch.wire import sealed
+from nblaunch.wire.sources import sources_of
 
 _MAIN = "__main__"
-_PAGE = mmap.PAGESIZE
-_CHUNK = 1 << 30
 
 
 @dataclass
@@ -78,13 +73,13 @@ def dump_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappi
         pickler.dump((function, args, dict(kwargs)))
     except Exception as error:
         raise PayloadError(find_culprit(function, args, kwargs, error)) from None
-    fd, nbytes = _write(stream.getbuffer(), buffers)
-    return Payload(fd, nbytes, pickler.home, _sources(pickler.files, pickler.home.values()))
+    fd, nbytes = sealed.write(stream.getbuffer(), buffers)
+    return Payload(fd, nbytes, pickler.home, sources_of(pickler.files, pickler.home.values()))
 
 
 def load_call(fd: int, main: types.ModuleType) -> Received:
     """Rebuild a call in a rank; the names of the notebook's `__main__` go into `main`."""
-    data, buffers = _map(fd)
+    data, buffers = sealed.map_privately(fd)
     unpickler = _CallUnpickler(data, buffers, main)
     function, args, kwargs = unpickler.load()
     for thing in unpickler.labelled:
@@ -101,7 +96,7 @@ def dump_home(value: Any, labels: Mapping[int, int]) -> int:
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     _HomePickler(stream, buffers.append, labels).dump(value)
-    return _write(stream.getbuffer(), buffers)[0]
+    return sealed.write(stream.getbuffer(), buffers)[0]
 
 
 def dump_home_bytes(value: Any, labels: Mapping[int, int]) -> bytes:
@@ -116,7 +111,7 @@ def load_home(source: int | bytes, home: Mapping[int, Any]) -> Any:
     if isinstance(source, bytes):
         return _HomeUnpickler(source, [], home).load()
     try:
-        data, buffers = _map(source)
+        data, buffers = sealed.map_privately(source)
     finally:
         os.close(source)
     return _HomeUnpickler(data, buffers, home).load()
@@ -302,85 +297,3 @@ def _typed_storage(untyped: Any, dtype: Any) -> Any:
     import torch
 
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
-
-
-# ---- the file
-
-
-def _write(pickled: memoryview, buffers: list[pickle.PickleBuffer]) -> tuple[int, int]:
-    """Put pickle and buffers into a sealed file; returns its descriptor and its size in bytes."""
-    parts = [pickled, *(buffer.raw() for buffer in buffers)]
-    lengths = [part.nbytes for part in parts]
-    header = msgspec.msgpack.encode(lengths)
-    fd = _anonymous_file()
-    try:
-        _write_all(fd, len(header).to_bytes(8, "little") + header, 0)
-        offset = _align(8 + len(header))
-        for part in parts:
-            _write_all(fd, part, offset)
-            offset = _align(offset + part.nbytes)
-        os.ftruncate(fd, offset)
-        _seal(fd)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, sum(lengths)
-
-
-def _map(fd: int) -> tuple[memoryview, list[memoryview]]:
-    size = os.fstat(fd).st_size
-    memory = memoryview(mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
-    header_length = int.from_bytes(memory[:8], "little")
-    lengths = msgspec.msgpack.decode(memory[8 : 8 + header_length], type=list[int])
-    offset = _align(8 + header_length)
-    parts: list[memoryview] = []
-    for length in lengths:
-        parts.append(memory[offset : offset + length])
-        offset = _align(offset + length)
-    return parts[0], parts[1:]
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("nblaunch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with tempfile.TemporaryFile(prefix="nblaunch-") as file:
-        return os.dup(file.fileno())
-
-
-def _seal(fd: int) -> None:
-    try:
-        import fcntl
-
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
-    except (ImportError, AttributeError, OSError):
-        return  # a temporary file can't be sealed; it has no name, so nobody else can write to it
-
-
-def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
-    view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-    while view:
-        written = os.pwrite(fd, view[:_CHUNK], offset)
-        view, offset = view[written:], offset + written
-
-
-def _align(offset: int) -> int:
-    return -(-offset // _PAGE) * _PAGE
-
-
-def _sources(files: set[str], things: Iterable[Any]) -> dict[str, str]:
-    """The text of those files that exist only in this process's linecache, as a notebook's cells do."""
-    classes = {thing.__name__ for thing in things if isinstance(thing, type) and thing.__module__ == _MAIN}
-    names = {name for name in files if not os.path.exists(name)} | _files_defining(classes)
-    texts = {name: "".join(linecache.getlines(name)) for name in sorted(names)}
-    return {name: text for name, text in texts.items() if text}
-
-
-def _files_defining(classes: set[str]) -> set[str]:
-    """The newest cell that defines each class: a class without methods has no code that would tell."""
-    found: dict[str, str] = {}
-    for name, entry in list(linecache.cache.items()):
-        if len(entry) == 4 and entry[1] is None and not os.path.exists(name):
-            text = "".join(entry[2])
-            defined = set(re.findall(r"^[ \t]*class[ \t]+(\w+)", text, re.MULTILINE))
-            found.update(dict.fromkeys(classes & defined, name))
-    return set(found.values())
