@@ -152,7 +152,7 @@ def _launch(
         run.begin(agent)
         _last = run
         agent.launch(message, pickled.fd, run)
-        run.show()
+        run.show(waited_for=block)
         if block:
             run.wait()
     except KeyboardInterrupt:

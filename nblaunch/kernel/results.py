@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from nblaunch.errors import ResultError
 from nblaunch.wire import payload
 from nblaunch.wire.messages import Failure
+
+_SMALL = 1 << 14
+"""Bytes of a file whose value is shown in the closing line."""
 
 
 class Results:
@@ -49,6 +53,17 @@ class Results:
                 text = f"what rank {rank} returned can't be rebuilt here: {type(error).__name__}: {error}"
                 raise ResultError(text) from error
         return self._values[rank]
+
+    def in_short(self, rank: int) -> str:
+        """A return value in a few characters, where it is small and plain data, else ""; runs no code of its class."""
+        file = self._files.get(rank)
+        if file is None or os.fstat(file).st_size > _SMALL:
+            return ""
+        try:
+            value = payload.load_plain(file)
+        except Exception:
+            return ""  # an instance of some class: whoever asks for the results will get it
+        return "" if value is None else reprlib.repr(value)
 
     def exception(self, cause: Failure) -> BaseException | None:
         """The rank's own exception, if it can be made here; its text is known in any case."""

@@ -194,8 +194,9 @@ class Run:
         """The launch is on its way to this agent."""
         self._agent = agent
 
-    def show(self) -> None:
-        """Open the view in this cell."""
+    def show(self, *, waited_for: bool) -> None:
+        """Open the view in this cell, whose thread will close it if the cell waits for the run."""
+        self._waiting = waited_for
         self._cell = present_cell()
         self._view = open_view(self.state, self.config.dashboard, self.request_stop)
         self._view.start()
@@ -224,6 +225,8 @@ class Run:
                 self.state.apply(message)
                 self._happened.ring()
                 return
+            case Finished():
+                self.state.result = self._results.in_short(min(self.state.ranks, default=0))
             case _:
                 pass
         self.state.apply(message)

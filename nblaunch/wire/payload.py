@@ -117,6 +117,16 @@ def load_home(source: int | bytes, home: Mapping[int, Any]) -> Any:
     return _HomeUnpickler(data, buffers, home).load()
 
 
+def load_plain(fd: int) -> Any:
+    """Rebuild what consists of numbers, texts and containers alone; leaves the descriptor open.
+
+    Raises:
+        pickle.UnpicklingError: It holds an instance of a class.
+    """
+    data, buffers = sealed.map_privately(fd)
+    return _PlainUnpickler(io.BytesIO(data), buffers=buffers).load()
+
+
 # ---- picklers
 
 
@@ -259,6 +269,11 @@ class _HomeUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         return self._home[pid[1]]
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is not plain data")
 
 
 def _labelled(number: int, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
