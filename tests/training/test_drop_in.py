@@ -117,6 +117,9 @@ def test_under_torchrun(launch, tmp_path):
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {**os.environ, "PYTHONPATH": str(root), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, str(script), str(tmp_path)], env=env, check=True, timeout=120, capture_output=True)
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path)], env=env, check=False, timeout=120, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
     expected = json.loads(json.dumps(launch(_run, OURS, str(tmp_path / "launched"), "no")))
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == expected
