@@ -157,12 +157,19 @@ def rank_environment(
     if plan.devices[local_rank].type == "cpu":
         environment |= {"ACCELERATE_USE_CPU": 1, "LT_ACCELERATOR": "cpu"}
     elif isinstance(config.devices, list):
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(device.uuid or str(device.index) for device in plan.devices)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(_cuda_names(plan.devices, launch.environment))
     if config.mixed_precision is not None:
         environment["ACCELERATE_MIXED_PRECISION"] = config.mixed_precision
         if config.mixed_precision in _FABRIC_PRECISION:
             environment["LT_PRECISION"] = _FABRIC_PRECISION[config.mixed_precision]
     return {name: str(value) for name, value in environment.items()}
+
+
+def _cuda_names(devices: list[Device], environment: dict[str, str]) -> list[str]:
+    """Devices as CUDA_VISIBLE_DEVICES names them: in the notebook's own words (a MIG slice's UUID) where it has some."""
+    words = [word.strip() for word in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
+    named = max(device.index for device in devices) < len(words)
+    return [words[device.index] if named else device.uuid or str(device.index) for device in devices]
 
 
 def exec_environment(launch: Launch, own: dict[str, str], threads: int) -> dict[str, str]:

@@ -68,6 +68,15 @@ def backend_for(device: torch.device) -> str:
     return torch.distributed.get_default_backend_for_device(device)
 
 
+def group_options(device: torch.device, backend: str) -> dict[str, Any]:
+    """What `init_process_group` is told of the device: with NCCL and its like the group is bound to it at once.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.html, `init_process_group(device_id=...)`.
+    """
+    bound = device.type != "cpu" and backend == backend_for(device)
+    return {"device_id": device} if bound else {}
+
+
 def _uuid(properties: object) -> str:
     """The device's UUID as NVML spells it ("GPU-..."), or "" where torch tells none."""
     uuid = str(getattr(properties, "uuid", "") or "")
@@ -125,7 +134,7 @@ class Sampler:
             return sample
         sample.memory_total = self._device.memory
         module = torch.get_device_module(self._device.type)
-        if module.is_initialized():
+        if getattr(module, "is_initialized", bool)():
             sample.memory_used = module.memory_allocated()
             sample.memory_peak = module.max_memory_allocated()
         if self._handle is not None:

@@ -93,7 +93,8 @@ def _find_out(cpu: bool, environment: tuple[str | None, ...], options: dict[str,
     if asked and backend is None:
         chosen = options.pop("backend", None) or (launch.config.backend if launch is not None else "auto")
         backend = devices.backend_for(device) if chosen == "auto" else chosen
-        dist.init_process_group(backend, **{name: value for name, value in options.items() if value is not None})
+        given = {name: value for name, value in options.items() if value is not None}
+        dist.init_process_group(backend, **{**devices.group_options(device, backend), **given})
     if backend is None:
         return Identity(1, 0, 0, device, None, environment)
     return Identity(group.size(), group.rank(), local_rank, device, backend, environment)

@@ -116,7 +116,14 @@ def test_under_torchrun(launch, tmp_path):
     script.write_text(OURS + SCRIPT)
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {**os.environ, "PYTHONPATH": str(root), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    command += ["--local-addr", "127.0.0.1"]  # a host that does not know its own name is none of ours
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "ACCELERATE_USE_CPU": "1",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     done = subprocess.run(
         [*command, str(script), str(tmp_path)], env=env, check=False, timeout=120, capture_output=True, text=True
     )
