@@ -166,7 +166,7 @@ def rank_environment(
 
 
 def _cuda_names(devices: list[Device], environment: dict[str, str]) -> list[str]:
-    """Devices as CUDA_VISIBLE_DEVICES names them: in the notebook's own words (a MIG slice's UUID) where it has some."""
+    """Devices as CUDA_VISIBLE_DEVICES names them: in the notebook's own words (a MIG slice's UUID) if it has some."""
     words = [word.strip() for word in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
     named = max(device.index for device in devices) < len(words)
     return [words[device.index] if named else device.uuid or str(device.index) for device in devices]
