@@ -322,15 +322,12 @@ class Run:
         return f"<code>{escape(repr(self))}</code>" if self._is_shown_here() else snapshot.html(self.state)
 
     def _ipython_display_(self) -> None:
-        """What `display(run)` shows: a run that goes on is shown live, here too."""
-        from IPython.display import publish_display_data
-
+        """What `display(run)` shows of a run that goes on: a live view here too; IPython takes `_repr_html_` else."""
         if self._over or self._is_shown_here():
-            publish_display_data({"text/html": self._repr_html_(), "text/plain": repr(self)})
-        else:
-            view = open_view(self.state, self.config.dashboard, self.request_stop)
-            self._other_views.append(view)
-            view.start()
+            raise NotImplementedError
+        view = open_view(self.state, self.config.dashboard, self.request_stop)
+        self._other_views.append(view)
+        view.start()
 
     def _is_shown_here(self) -> bool:
         return self._view is not None and self._cell == present_cell()
