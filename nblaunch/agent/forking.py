@@ -25,8 +25,13 @@ from nblaunch.wire.channel import Channel
 from nblaunch.wire.lifelines import await_parent, close_all_but, die_with_parent
 from nblaunch.wire.messages import Fork, Forked, Import, Warm
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""While a template imports: OpenBLAS and its like start their threads when they are loaded."""
+NO_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
+"""While a template imports: OpenBLAS, its like, and Arrow's allocator (pandas loads it) start threads when loaded."""
 _CUDA_NOT_INITIALIZED = 3
 _RANK_MAIN = "nblaunch.rank.main"
 _FIRST = ["torch", _RANK_MAIN, "threadpoolctl", "psutil"]
@@ -87,7 +92,7 @@ class Template:
         """Import, say how it went, and serve until the agent closes the channel; never returns."""
         if wanted.environment is not None:
             os.environ.clear()
-            os.environ.update({**wanted.environment, **ONE_THREAD})
+            os.environ.update({**wanted.environment, **NO_THREADS})
         if wanted.path is not None:
             sys.path[:] = wanted.path
         warm = Warm(os.getpid(), self._modules)

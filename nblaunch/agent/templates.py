@@ -1,4 +1,6 @@
-"""The agent's templates: the base one with torch, and one with what earlier ranks imported."""
+"""The agent's templates: the base one with torch, one with what a first optimizer imports, which takes a second, and
+one with what earlier ranks imported, for launches like theirs. The less a template holds, the sooner it is forked.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from nblaunch.wire import channel as wire
 from nblaunch.wire.channel import Channel, ChannelClosed, Frame
 from nblaunch.wire.messages import Fork, Forked, Import, Launch, Warm
 
-_EVERY_TRAINING_NEEDS = ["torch._dynamo"]
+_FIRST_OPTIMIZER_IMPORTS = ["torch._dynamo"]
 Key = tuple[dict[str, str], list[str], list[float]]
 
 
@@ -91,6 +93,9 @@ class Templates:
         self._loop = loop
         self._owner = owner
         self._rejected: set[str] = set()
+        self._ahead: Handle | None = None
+        self._optimizers_seen = False
+        """Whether a rank has imported what `_ahead` holds."""
         self._preloaded: Handle | None = None
         self._successor: Handle | None = None
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
@@ -103,18 +108,22 @@ class Templates:
 
     def fork(self, requests: list[tuple[Fork, list[int]]], launch: Launch | None) -> None:
         """Ask the template that fits `launch` best for processes, or the base one."""
-        handle = self._base
-        if launch is not None and self._preloaded is not None and self._preloaded.key == _key(launch):
-            handle = self._preloaded
+        handle = self._base if launch is None else self._best(_key(launch))
         for request, fds in requests:
             handle.ask(request, fds)
 
+    def _best(self, key: Key | None) -> Handle:
+        if self._preloaded is not None and self._preloaded.key == key:
+            return self._preloaded
+        return self._ahead if self._ahead is not None and self._optimizers_seen else self._base
+
     def preload(self, modules: list[str], launch: Launch | None) -> None:
         """Have these ready for launches with the environment and path of `launch`, or for all."""
+        self._optimizers_seen |= launch is not None and not set(_FIRST_OPTIMIZER_IMPORTS).isdisjoint(modules)
         if self._successor is not None or self.warm is None or self.warm.dirty:
             return
         key = _key(launch) if launch is not None else None
-        start = self._preloaded if self._preloaded is not None and self._preloaded.key == key else self._base
+        start = self._best(key)
         assert start.warm is not None
         there = set(start.warm.modules)
         wanted = [name for name in modules if name not in there and name.split(".")[0] not in self._rejected]
@@ -152,15 +161,14 @@ class Templates:
         self._rejected.update(name.split(".")[0] for name in warm.rejected)
         if handle is self._base:
             self._owner.template_ready(warm)
-            self.preload(_EVERY_TRAINING_NEEDS, None)
+            self.preload(_FIRST_OPTIMIZER_IMPORTS, None)
             return
         self._successor = None
         if warm.dirty:
             handle.close()
             self._again(handle)
         elif handle.key is None:
-            self._base.retire()
-            self._base = handle
+            self._ahead = handle
         else:
             if self._preloaded is not None:
                 self._preloaded.retire()
@@ -179,6 +187,8 @@ class Templates:
             self._successor = None
         elif handle is self._preloaded:
             self._preloaded = None
+        elif handle is self._ahead:
+            self._ahead = None
         for fork in expected:
             self._owner.forked(Forked(fork.run, fork.role, fork.rank, 0, "the process to fork it from has ended"))
         if handle is self._base:
