@@ -31,6 +31,7 @@ _HOME = {
     "RankError": "nblaunch.errors",
     "CheckpointError": "nblaunch.errors",
     "CollectiveError": "nblaunch.errors",
+    "DistributedOperationException": "nblaunch.errors",
     "UnpreparedError": "nblaunch.errors",
     "UnusedParametersError": "nblaunch.errors",
     "Accelerator": "nblaunch.training.accelerator",

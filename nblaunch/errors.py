@@ -34,6 +34,10 @@ class CollectiveError(NblaunchError, RuntimeError):
     """The ranks did different things where all must do the same, or one of them failed at it."""
 
 
+DistributedOperationException = CollectiveError
+"""Accelerate's name of it."""
+
+
 class UnpreparedError(NblaunchError, ValueError):
     """A model or an optimizer was used that should have gone through `Accelerator.prepare` first."""
 

@@ -24,7 +24,7 @@ pad_across_processes recursively_apply reduce release_memory save send_to_device
 synchronize_rng_state synchronize_rng_states tqdm wait_for_everyone
 """.split()  # noqa: SIM905
 
-FROM_ITS_MODULES = ["LocalSGD", "get_logger", "GeneralTracker"]
+FROM_ITS_MODULES = ["DistributedOperationException", "LocalSGD", "get_logger", "GeneralTracker"]
 
 
 @pytest.mark.parametrize("name", sorted({*FROM_ACCELERATE, *FROM_ITS_UTILS, *FROM_ITS_MODULES}))
