@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from nblaunch.wire.signals import signal_name
 
 if TYPE_CHECKING:
     from nblaunch.wire.messages import Failure
@@ -101,11 +102,3 @@ class RankError(NblaunchError):
         from nblaunch.traceback import notebook_lines
 
         return notebook_lines(self)
-
-
-def signal_name(number: int) -> str:
-    """A signal's name, such as "SIGSEGV"."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

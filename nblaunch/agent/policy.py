@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nblaunch.agent import cgroups
+from nblaunch.wire import signals
 from nblaunch.wire.messages import Failure
 
 SYMPTOM_PATIENCE = 0.5
@@ -73,12 +74,9 @@ def crash_lines(lines: list[str]) -> list[str]:
 
 
 def signal_name(number: int) -> str:
-    """A signal as one says it: "SIGSEGV (segmentation fault)"."""
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-    words = signal.strsignal(number)
+    """A signal as one says it: "SIGSEGV (segmentation fault)"; "signal 37" for one without a name."""
+    name = signals.signal_name(number)
+    words = signal.strsignal(number) if name.startswith("SIG") else None
     return f"{name} ({words.lower()})" if words else name
 
 

@@ -12,7 +12,7 @@ from nblaunch.agent import policy
 from nblaunch.agent.loop import Loop
 from nblaunch.agent.output import Lines, Teller
 from nblaunch.wire import channel as wire
-from nblaunch.wire.channel import Channel, ChannelClosed, Frame
+from nblaunch.wire.channel import Channel, Frame
 from nblaunch.wire.messages import Failure, Message
 
 _READ = 1 << 18
@@ -175,11 +175,7 @@ class RankProcess:
     def _read_channel(self) -> None:
         if self.channel.fileno() < 0:
             return
-        try:
-            frames = self.channel.receive()
-        except ChannelClosed:
-            frames, self.channel.closed = [], True
-        for frame in frames:
+        for frame in self.channel.take():
             self._on_frame(frame)
         if self.channel.closed and self.channel.fileno() >= 0:
             self._loop.forget(self.channel.fileno())

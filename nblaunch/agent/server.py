@@ -20,7 +20,7 @@ from nblaunch.agent.templates import TemplateOwner, Templates
 from nblaunch.config import from_mapping
 from nblaunch.errors import ConfigError
 from nblaunch.wire import channel as wire
-from nblaunch.wire.channel import PROGRESS, Channel, ChannelClosed, Frame
+from nblaunch.wire.channel import PROGRESS, Channel, Frame
 from nblaunch.wire.lifelines import adopt_grandchildren
 from nblaunch.wire.messages import (
     Census,
@@ -33,7 +33,6 @@ from nblaunch.wire.messages import (
     Notice,
     OpenStore,
     Output,
-    Preload,
     Ready,
     Refused,
     Stop,
@@ -91,11 +90,7 @@ class Server(TemplateOwner):
     # ---- the kernel
 
     def _read_kernel(self) -> None:
-        try:
-            frames = self._kernel.receive()
-        except ChannelClosed:
-            frames, self._kernel.closed = [], True
-        for frame in frames:
+        for frame in self._kernel.take():
             self._handle(frame)
         if self._kernel.closed:
             self._kernel_ended()
@@ -107,8 +102,6 @@ class Server(TemplateOwner):
                 self._serve_waiting()
             case Stop() as stop:
                 self._stop(stop)
-            case Preload() as preload:
-                self._templates.preload(preload.modules, None)
             case Goodbye():
                 self._leaving = True
                 self._leave_if_idle()

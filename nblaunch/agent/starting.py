@@ -48,7 +48,6 @@ class Starter:
             self.plan.threads,
             (self._config.seed or 0) + rank,
             self.plan.devices[local_rank],
-            os.getpid(),
         )
 
     def payload(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from nblaunch.agent.forking import fork_template
 from nblaunch.agent.loop import Loop
 from nblaunch.wire import channel as wire
-from nblaunch.wire.channel import Channel, ChannelClosed, Frame
+from nblaunch.wire.channel import Channel, Frame
 from nblaunch.wire.messages import Fork, Forked, Import, Launch, Warm
 
 _FIRST_OPTIMIZER_IMPORTS = ["torch._dynamo"]
@@ -68,11 +68,7 @@ class Handle:
             self.channel.close()
 
     def _read(self) -> None:
-        try:
-            frames = self.channel.receive()
-        except ChannelClosed:
-            frames, self.channel.closed = [], True
-        for frame in frames:
+        for frame in self.channel.take():
             self._on(self, frame)
         if self.channel.fileno() < 0:
             return

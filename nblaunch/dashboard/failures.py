@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import unicodedata
 from typing import Any
 
 from nblaunch.dashboard import formats
 from nblaunch.wire.messages import Failure, Frame
+from nblaunch.wire.signals import signal_name
 
 _MOST_FRAMES = 4
 _LIBRARY = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", f"{os.sep}lib{os.sep}python")
@@ -31,7 +31,7 @@ def how(failure: Failure) -> str:
     if failure.kind == "exception":
         return f"raised {failure.type.rpartition('.')[2] or 'an exception'}"
     if failure.kind == "signal":
-        return f"was killed by {signal_name(failure.code)}"
+        return f"was killed by {signal_name(abs(failure.code))}"
     return {
         "exit": f"exited with code {failure.code}",
         "memory": "was killed for lack of memory",
@@ -39,19 +39,6 @@ def how(failure: Failure) -> str:
         "collective": "and its peers called different collectives",
         "result": "returned what can't be sent home",
     }.get(failure.kind, "failed")
-
-
-def signal_name(number: int) -> str:
-    """A signal's name, `SIGKILL` for 9.
-
-    Example:
-        >>> signal_name(9), signal_name(250)
-        ('SIGKILL', 'signal 250')
-    """
-    try:
-        return signal.Signals(abs(number)).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def excerpt(failure: Failure) -> str:

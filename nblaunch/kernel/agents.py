@@ -24,7 +24,7 @@ import nblaunch
 from nblaunch.config import agent_environment
 from nblaunch.errors import AgentError
 from nblaunch.wire import channel as wire
-from nblaunch.wire.channel import Channel, ChannelClosed
+from nblaunch.wire.channel import Channel
 from nblaunch.wire.messages import Goodbye, Launch, Message, Started, Stop
 
 _THREADS_WHILE_IMPORTING = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -127,11 +127,7 @@ class Agent:
             self._receive()
 
     def _receive(self) -> None:
-        try:
-            frames = self._channel.receive()
-        except ChannelClosed:
-            frames, self._channel.closed = [], True
-        for frame in frames:
+        for frame in self._channel.take():
             message = frame.open()
             run = getattr(message, "run", "")
             listener = self._listeners.get(run)

@@ -3,9 +3,9 @@
 Each message is a msgspec Struct, tagged by its class name, sent as msgpack (`wire.channel` frames it). Times are
 seconds since the epoch. Large things (the payload, a rank's result) travel beside their message as an attachment.
 
-    kernel -> agent     Launch, Stop, Preload, Goodbye
+    kernel -> agent     Launch, Stop, Goodbye
     agent  -> kernel    Ready, Refused, Started, RankUpdate, Output, Finished, Progress, Metrics, Display, Result,
-                        Failure, Notice, Preloaded
+                        Failure, Notice
     agent  -> template  Fork, Import                (the agent's preloaded, clean process that ranks are forked from)
     template -> agent   Warm, Forked
     census   -> agent   Census
@@ -110,12 +110,6 @@ class Stop(Message):
 
     run: str
     now: bool = False
-
-
-class Preload(Message):
-    """Have these modules ready for the next launch."""
-
-    modules: list[str]
 
 
 class Goodbye(Message):
@@ -389,9 +383,6 @@ class Begin(Message):
     threads: int
     seed: int
     device: Device
-    agent_pid: int
-    preloaded: bool = True
-    """False where the rank was started by exec and must import torch itself."""
 
 
 class Dismiss(Message):
